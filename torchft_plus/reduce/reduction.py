@@ -1,0 +1,59 @@
+"""What one step reduces, in a form that can be reduced again.
+
+The Manager drives reductions; it knows nothing of buckets. ``GradientReducer`` (gradients) and ``RecordedOperations``
+(``Manager.allreduce``) are the two implementations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torchft_plus.process_group.lane import Lane, Operation
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """Everything that this rank had to post is posted."""
+
+    operations: tuple[Operation, ...]
+    stale: bool = False
+    """What was posted does not match the local inputs any more (a parameter fired after its bucket had left):
+    everybody posts everything again, in the same quorum."""
+    finite: bool = True
+
+
+class Reduction(Protocol):
+    """One step's reduction on one rank. All methods run on the training thread."""
+
+    def digest(self) -> str:
+        """Digest of layout and implementation flags; equal on all replicas, or the quorum is refused."""
+        ...
+
+    def begin(self, lane: Lane | None, weight: float) -> None:
+        """A step starts. With a lane, data may be posted on it as soon as it is ready; without, only counted.
+
+        ``weight`` is this group's contribution weight; 0 means zeros (a joiner).
+        """
+        ...
+
+    def post(self, lane: Lane) -> Posted:
+        """The inputs are complete: post what has not been posted on this very lane in this attempt.
+
+        On another lane than the one of ``begin`` or the last ``post``, or after ``again``, everything is posted from
+        the local inputs into fresh staging; the abandoned staging is kept until its operations have ended. Never raises
+        for a broken lane.
+        """
+        ...
+
+    def again(self) -> None:
+        """Somebody was stale: the next ``post`` posts everything again, also on the same lane."""
+        ...
+
+    def write_back(self, total_weight: float) -> None:
+        """All operations of the last ``post`` ended well and the step is committed: results replace the inputs."""
+        ...
+
+    def discard(self) -> None:
+        """The step was refused: local inputs are dropped, nothing is left behind."""
+        ...
