@@ -24,8 +24,10 @@ class LaneSpec:
     world_size: int
     quorum_id: int
     timeout_ms: int
-    """Deadline of the build and of every operation."""
+    """Deadline of every operation."""
     name: str = ""
+    build_timeout_ms: int | None = None
+    """Deadline of the build, if it is another one."""
 
 
 class LaneError(RuntimeError):
@@ -103,7 +105,7 @@ class Backend(Protocol):
     def capabilities(self) -> Capabilities: ...
 
     def create(self, spec: LaneSpec) -> Lane:
-        """Build a lane, eagerly connected. Blocks up to ``spec.timeout_ms``, without the GIL; any thread.
+        """Build a lane, eagerly connected. Blocks up to ``spec.build_timeout_ms``, without the GIL; any thread.
 
         Raises:
             LaneError: a peer did not arrive or left during the build.

@@ -1,0 +1,52 @@
+"""Where the training thread waits: the leader's words, ended operations and new lanes, under one condition."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+
+from torchft_plus.pb import peer_pb2 as pb
+
+
+class Mailbox:
+    """Words for the training thread, and one place to wait for anything that concerns it."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._words: deque[pb.Word] = deque()
+        self._signals = 0
+
+    def put(self, word: pb.Word) -> None:
+        """Add a word (agent thread)."""
+        with self._condition:
+            self._words.append(word)
+            self._signals += 1
+            self._condition.notify_all()
+
+    def wake(self) -> None:
+        """Something that is not a word has changed: an operation ended, a lane is ready (any thread)."""
+        with self._condition:
+            self._signals += 1
+            self._condition.notify_all()
+
+    def take(self) -> pb.Word | None:
+        """The oldest word, or None."""
+        with self._condition:
+            return self._words.popleft() if self._words else None
+
+    def mark(self) -> int:
+        """A mark for ``wait``: read it before looking at what is waited for."""
+        with self._condition:
+            return self._signals
+
+    def wait(self, mark: int, timeout_ms: int) -> bool:
+        """Wait until something happened after ``mark``; False if nothing did within ``timeout_ms``."""
+        end = time.monotonic() + timeout_ms / 1000
+        with self._condition:
+            while self._signals == mark:
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self._condition.wait(left)
+            return True

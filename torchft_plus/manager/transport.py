@@ -1,0 +1,108 @@
+"""Frames on a TCP connection: a 4-byte big-endian size, then one protobuf message. For asyncio loops."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import cast
+
+from google.protobuf.message import DecodeError, Message
+
+MAX_FRAME_BYTES = 16 * 1024 * 1024
+HEADER_BYTES = 4
+
+
+class FrameConnection(asyncio.Protocol):
+    """One framed connection. Callbacks run in the loop's thread.
+
+    Args:
+        parse: makes a message from one frame's bytes.
+        on_frame: gets every message.
+        on_lost: called once when the connection has ended, with the reason; not after ``close``.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[[bytes], Message],
+        on_frame: Callable[[FrameConnection, Message], None],
+        on_lost: Callable[[FrameConnection, str], None],
+    ) -> None:
+        self._parse = parse
+        self.on_frame = on_frame
+        self.on_lost = on_lost
+        self._buffer = bytearray()
+        self._transport: asyncio.Transport | None = None
+        self._closed = False
+        self._early: list[Message] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        sock: socket.socket | None = transport.get_extra_info("socket")
+        if sock is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= HEADER_BYTES and not self._closed:
+            size_bytes = int.from_bytes(self._buffer[:HEADER_BYTES])
+            if size_bytes > MAX_FRAME_BYTES:
+                self._fail(f"a frame of {size_bytes} bytes, more than {MAX_FRAME_BYTES}")
+                return
+            end = HEADER_BYTES + size_bytes
+            if len(self._buffer) < end:
+                return
+            frame = bytes(self._buffer[HEADER_BYTES:end])
+            del self._buffer[:end]
+            try:
+                message = self._parse(frame)
+            except DecodeError:
+                self._fail("a frame that is no message of this protocol")
+                return
+            self.on_frame(self, message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._closed:
+            self._closed = True
+            self.on_lost(self, str(exc) if exc else "closed by peer")
+
+    def send(self, message: Message) -> None:
+        """Queue a message; nothing happens on a connection that has ended."""
+        if self._transport is None or self._closed:
+            return
+        data = message.SerializeToString()
+        self._transport.write(len(data).to_bytes(HEADER_BYTES) + data)
+
+    def keep_early(self) -> None:
+        """Keep frames from now on until somebody takes the connection over (``take_early``)."""
+        self.on_frame = lambda _connection, message: self._early.append(message)
+
+    def take_early(self) -> list[Message]:
+        """The frames kept since ``keep_early``."""
+        early, self._early = self._early, []
+        return early
+
+    def close(self) -> None:
+        """Send what is queued, then end the connection, without a call to ``on_lost``."""
+        self._closed = True
+        if self._transport is not None:
+            self._transport.close()
+
+    def _fail(self, reason: str) -> None:
+        self._closed = True
+        if self._transport is not None:
+            self._transport.abort()
+        self.on_lost(self, reason)
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[v6]:port"."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ValueError(f"address {address!r} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def join_address(host: str, port: int) -> str:
+    """ "host:port", with brackets around an IPv6 host."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
