@@ -1,8 +1,9 @@
 """The event log: one JSON object a line, written by every process, read by the launcher, tests and people.
 
-A process writes when ``TORCHFT_PLUS_EVENTS`` names a folder; the file is ``{replica_id}.{group_rank}.jsonl`` (the
-Lighthouse: ``lighthouse.jsonl``). Every line has ``time`` (Unix seconds, float), ``kind``, ``process``; the rest depends on
-the kind. Lines are appended and flushed whole, so that a reader may follow the file of a process that was killed.
+A process writes when ``TORCHFT_PLUS_EVENTS`` names a folder; the file is ``{replica_id}.{group_rank}.jsonl``
+(the Lighthouse: ``lighthouse.jsonl``). Every line has ``time`` (Unix seconds, float), ``kind``, ``process``;
+the rest depends on the kind. Lines are appended and flushed whole, so that a reader may follow the file of a
+process that was killed.
 """
 
 from __future__ import annotations

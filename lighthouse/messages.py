@@ -1,8 +1,8 @@
 """Words that Lighthouse and members exchange, as plain values.
 
-The wire form is in ``protos/torchft_plus/v1/lighthouse.proto``; ``lighthouse.wire`` converts and validates. Everything
-here is immutable, holds *state* and not *events*, and may therefore be repeated or arrive after a reconnect
-(docs/design.md, "Protocol").
+The wire form is in ``protos/torchft_plus/v1/lighthouse.proto``; ``lighthouse.wire`` converts and validates.
+Everything here is immutable, holds *state* and not *events*, and may therefore be repeated or arrive after a
+reconnect (docs/design.md, "Protocol").
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Process:
 class Head:
     """A point of the lineage: ``step`` optimizer steps are committed, the last of them under ``quorum_id``.
 
-    At step 0 nothing is committed: ``quorum_id`` is 0 and ``digest`` names the initial state (hex). Heads are compared
-    as a whole, never by step alone (protocol-rationale F5, F13).
+    At step 0 nothing is committed: ``quorum_id`` is 0 and ``digest`` names the initial state (hex). Heads are
+    compared as a whole, never by step alone (protocol-rationale F5, F13).
     """
 
     step: int = 0
@@ -49,7 +49,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica group in a quorum, reached through its leader at ``address`` ("host:port", the peer service)."""
+    """A replica group in a quorum, reached through its leader at ``address`` ("host:port", peer service)."""
 
     process: Process
     address: str
@@ -65,7 +65,7 @@ class Quorum:
     members: tuple[Member, ...]
     base: Head
     reload: bool = False
-    """Total loss: whoever is not at ``base`` loads its disk head or initial state before it fetches (rule L5)."""
+    """Total loss: whoever is not at ``base`` loads its disk head or initial state before it fetches (L5)."""
     reason: str = ""
     """Why it was formed, one sentence for people."""
 
@@ -75,6 +75,13 @@ class Quorum:
             if member.process == process:
                 return rank
         return None
+
+
+WAITING = "waiting"
+"""``Progress.phase`` of a training thread that has done its part and waits for other groups or for a quorum.
+
+Whoever stands still in any other phase while others wait is *overdue* after ``timeout_ms`` (rule L6).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +105,7 @@ class Position:
     progress: Progress = field(default_factory=Progress)
 
 
-# --- up: from a member's leader to the Lighthouse -------------------------------------------------------------------
+# --- up: from a member's leader to the Lighthouse -----------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +120,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """"I am free": fenced at ``position.floor``, wants to be in the next quorum (or, ``leaving``, out of it)."""
+    """ "I am free": fenced at ``position.floor``, wants to be in the next quorum (``leaving``: out of it)."""
 
     position: Position
     leaving: bool = False
@@ -138,7 +145,7 @@ class Fault:
 Up = Hello | Ask | Beat | Fault
 
 
-# --- down: from the Lighthouse to a member's leader -----------------------------------------------------------------
+# --- down: from the Lighthouse to a member's leader ---------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +174,7 @@ class Retired:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """A sentence that every member's log must show (a total loss with its size in steps, whom we wait for)."""
+    """A sentence that every member's log must show (a total loss with its size, whom we wait for)."""
 
     text: str
 

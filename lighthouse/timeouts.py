@@ -12,8 +12,9 @@ MIN_TIMEOUT_MS = 1_000
 class Timeouts:
     """Deadlines in milliseconds, derived from one knob.
 
-    ``timeout_ms`` is how long a healthy member may let the others wait: a training thread that stands still that long
-    while others wait for it is *overdue*. The heartbeat limit is a twelfth of it (5 s at the default of 60 s).
+    ``timeout_ms`` is how long a healthy member may let the others wait: a training thread that stands still
+    that long while others wait for it is *overdue*. The heartbeat limit is a twelfth of it (5 s at the
+    default of 60 s).
     """
 
     timeout_ms: int = DEFAULT_TIMEOUT_MS
