@@ -16,10 +16,15 @@ from pathlib import Path
 
 BEGIN, END = "<|begin_of_text|>", "<|end_of_text|>"
 
-_NAMES = "Ada Ben Cleo Dara Emil Fay Gus Hana Ivo Juno Kai Lena Milo Nora Otto Pia".split()
-_PLACES = "harbour mill orchard library station bridge market garden workshop lighthouse".split()
-_THINGS = "lantern ladder kettle map violin bicycle letter clock basket engine".split()
-_ACTS = "finds repairs borrows paints loses returns sells hides carries measures".split()
+
+def _words(text: str) -> list[str]:
+    return text.split()
+
+
+_NAMES = _words("Ada Ben Cleo Dara Emil Fay Gus Hana Ivo Juno Kai Lena Milo Nora Otto Pia")
+_PLACES = _words("harbour mill orchard library station bridge market garden workshop lighthouse")
+_THINGS = _words("lantern ladder kettle map violin bicycle letter clock basket engine")
+_ACTS = _words("finds repairs borrows paints loses returns sells hides carries measures")
 _REASONS = (
     "because the door was open",
     "while the others waited",
@@ -51,7 +56,7 @@ def documents(seed: int, count: int) -> list[str]:
 
 
 def write_tokenizer(folder: Path, texts: Sequence[str], vocabulary: int) -> int:
-    """Train a byte-level BPE tokenizer of at most ``vocabulary`` tokens and write it the way torchtitan reads it.
+    """Train a byte-level BPE tokenizer of at most ``vocabulary`` tokens; write it as torchtitan reads it.
 
     Returns:
         The number of tokens it has.

@@ -1,7 +1,7 @@
 """What torchtitan needs that this machine or this torch lacks.
 
-torchtitan is written for GPUs, triton and the newest torch. Each patch is applied only where its reason holds: on a
-GPU machine with triton and a new torch ``prepare`` changes nothing. Call it before importing torchtitan.
+torchtitan is written for GPUs, triton and the newest torch. Each patch is applied only where its reason is;
+on a GPU machine with triton and a new torch ``prepare`` does nothing. Call it before importing torchtitan.
 """
 
 from __future__ import annotations
