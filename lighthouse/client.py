@@ -1,0 +1,244 @@
+"""A member's stream to the Lighthouse, and the two calls that launchers and tools make."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import time
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+
+from lighthouse import wire
+from lighthouse.messages import Beat, Down, Hello, Process, Progress, Up
+from lighthouse.pb import lighthouse_pb2 as pb
+from lighthouse.rpc import CHANNEL_OPTIONS, REPORT_EXIT, SESSION, STATUS, target_of
+from lighthouse.timeouts import Timeouts
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_MS = 20
+MAX_BACKOFF_MS = 1_000
+STABLE_SESSION_MS = 1_000
+"""A session that lasted this long was a good one: after it the backoff starts anew."""
+MIN_SILENCE_MS = 1_000
+"""A Lighthouse that is silent for less than this may just be busy."""
+
+
+class LighthouseUnreachable(ConnectionError):
+    """The Lighthouse did not answer a call in time; the text says which one and why."""
+
+
+class LighthouseClient:
+    """Keeps one stream to the Lighthouse for as long as :meth:`run` runs, and reconnects for ever.
+
+    Everything happens in the event loop that runs :meth:`run`: the callbacks are called there, and :meth:`send`
+    and :meth:`close` must be.
+
+    Args:
+        address: "host:port", "http://host:port" or "[ipv6]:port". A bad one raises ValueError.
+        job_id: the job; several share one Lighthouse.
+        process: who speaks.
+        greet: called at each (re)connection; returns the whole state, a Hello and, if an ask stands, an Ask.
+        on_message: called with each word of the Lighthouse, in order.
+        on_connected: called with True when the Lighthouse has answered a new stream, with False when it ended.
+        progress: called for each heartbeat.
+        timeouts: heartbeat interval and limit.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        job_id: str,
+        process: Process,
+        greet: Callable[[], list[Up]],
+        on_message: Callable[[Down], None],
+        on_connected: Callable[[bool], None],
+        progress: Callable[[], Progress],
+        timeouts: Timeouts,
+    ) -> None:
+        self.address = address
+        self.connected = False
+        self.last_heard = time.monotonic()
+        """``time.monotonic()`` of the last word from the Lighthouse; at first, of the creation (rule M8)."""
+        self._target = target_of(address)
+        self._job_id = job_id
+        self._process = process
+        self._greet = greet
+        self._on_message = on_message
+        self._on_connected = on_connected
+        self._progress = progress
+        self._timeouts = timeouts
+        self._session_number = 0
+        self._outbox: asyncio.Queue[wire.SessionUp] | None = None
+        self._running: asyncio.Task[None] | None = None
+        self._closed = False
+        self._complained = False
+
+    async def run(self) -> None:
+        """Connect, stay connected, reconnect, until :meth:`close`. Exceptions of callbacks come out here."""
+        self._running = asyncio.create_task(self._reconnect_forever())
+        try:
+            await self._running
+        except asyncio.CancelledError:
+            if not self._closed:
+                self._running.cancel()
+                raise
+
+    def send(self, message: Up) -> None:
+        """Send a word on the current stream. Without one it is dropped: the next greeting says it again."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(self._stamp(message))
+
+    async def close(self) -> None:
+        """End the stream and :meth:`run`; returns when both have ended."""
+        self._closed = True
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait([self._running])
+
+    # --- one connection after the other ---------------------------------------------------------------------
+
+    async def _reconnect_forever(self) -> None:
+        backoff_ms = FIRST_BACKOFF_MS
+        while not self._closed:
+            started = time.monotonic()
+            try:
+                await self._one_session()
+            except (grpc.RpcError, TimeoutError, wire.WireError, OSError) as error:
+                self._complain(error)
+            lasted_ms = (time.monotonic() - started) * 1000
+            stable = lasted_ms >= STABLE_SESSION_MS and self.last_heard >= started
+            backoff_ms = FIRST_BACKOFF_MS if stable else min(2 * backoff_ms, MAX_BACKOFF_MS)
+            await asyncio.sleep(backoff_ms * random.uniform(0.5, 1.0) / 1000)
+
+    async def _one_session(self) -> None:
+        self._session_number += 1
+        # From here on send() goes to this session: what changes after the greeting was made must not be lost.
+        outbox: asyncio.Queue[wire.SessionUp] = asyncio.Queue()
+        self._outbox = outbox
+        tasks: list[asyncio.Task[None]] = []
+        try:
+            for message in self._greet():
+                outbox.put_nowait(self._stamp(message))
+            async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
+                call = channel.stream_stream(SESSION)()
+                tasks = [asyncio.create_task(self._write(call, outbox)), asyncio.create_task(self._beat())]
+                try:
+                    await self._read(call)
+                finally:
+                    call.cancel()
+                    for task in tasks:
+                        task.cancel()
+        finally:
+            self._outbox = None
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            if self.connected:
+                self.connected = False
+                self._on_connected(False)
+        for result in ended:
+            if isinstance(result, Exception):
+                raise result
+
+    async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+        silence_s = max(self._timeouts.heartbeat_timeout_ms, MIN_SILENCE_MS) / 1000
+        while True:
+            async with asyncio.timeout(silence_s):
+                data = await call.read()
+            if not isinstance(data, bytes):
+                raise ConnectionError(await call.details() or "the Lighthouse ended the stream")
+            self.last_heard = time.monotonic()
+            message = wire.decode_down(data)
+            if not self.connected:
+                self.connected = True
+                self._complained = False
+                logger.info("connected to the Lighthouse at %s", self.address)
+                self._on_connected(True)
+            match message:
+                case wire.BeatAnswer():
+                    pass
+                case wire.Ping():
+                    self._put(wire.Pong())
+                case _:
+                    self._on_message(message)
+
+    async def _write(
+        self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: asyncio.Queue[wire.SessionUp]
+    ) -> None:
+        try:
+            while True:
+                await call.write(wire.encode_up(await outbox.get()))
+        except (grpc.RpcError, asyncio.InvalidStateError):
+            return  # the stream is over: the reader says why
+
+    async def _beat(self) -> None:
+        interval_s = self._timeouts.heartbeat_interval_ms / 1000
+        while True:
+            await asyncio.sleep(interval_s)
+            self._put(Beat(self._progress()))
+
+    def _put(self, message: wire.SessionUp) -> None:
+        if self._outbox is not None:
+            self._outbox.put_nowait(message)
+
+    def _stamp(self, message: Up) -> wire.SessionUp:
+        if isinstance(message, Hello):
+            return wire.Open(self._job_id, self._process, self._session_number, message)
+        return message
+
+    def _complain(self, error: Exception) -> None:
+        """Say once per outage that the Lighthouse is away; training goes on without it."""
+        if not self._complained and not self._closed:
+            self._complained = True
+            logger.warning("no Lighthouse at %s, trying again: %s", self.address, _why(error))
+
+
+def fetch_status(address: str, job_id: str | None = None, *, timeout_s: float = 5.0) -> pb.StatusReply:
+    """Ask the Lighthouse what it knows, of one job or of all.
+
+    Raises:
+        ValueError: bad address.
+        LighthouseUnreachable: no answer within ``timeout_s``.
+    """
+    reply = _call(address, STATUS, pb.StatusRequest(job_id=job_id or "").SerializeToString(), timeout_s)
+    return pb.StatusReply.FromString(reply)
+
+
+def report_exit(address: str, job_id: str, process: Process, *, timeout_s: float = 5.0) -> bool:
+    """Tell the Lighthouse that ``process`` will never act again: its exit (or PF_EXITING) was seen.
+
+    An empty incarnation means whichever is in the last quorum (an operator's word).
+
+    Returns:
+        True if the job knows the process.
+
+    Raises:
+        ValueError: bad address, or the Lighthouse refused the request.
+        LighthouseUnreachable: no answer within ``timeout_s``.
+    """
+    request = pb.ReportExitRequest(job_id=job_id, process=wire.process_out(process))
+    reply = _call(address, REPORT_EXIT, request.SerializeToString(), timeout_s)
+    return pb.ReportExitReply.FromString(reply).known
+
+
+def _call(address: str, method: str, request: bytes, timeout_s: float) -> bytes:
+    with grpc.insecure_channel(target_of(address), options=CHANNEL_OPTIONS) as channel:
+        try:
+            return channel.unary_unary(method)(request, timeout=timeout_s, wait_for_ready=True)
+        except grpc.RpcError as error:
+            if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise ValueError(error.details()) from error
+            raise LighthouseUnreachable(
+                f"the Lighthouse at {address} did not answer within {timeout_s:g} s: {_why(error)}"
+            ) from error
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return error.details() or str(error.code())
+    if isinstance(error, grpc.Call):
+        return error.details() or str(error.code())
+    return str(error) or "it is silent"
