@@ -48,11 +48,15 @@ class Fetcher:
             self._donors = donors
             if self._head == head and (self._thread is not None or self._result is not None):
                 return
+            before = self._thread
             self._stop_locked()
             self._head, self._result = head, None
             cancel = self._cancel = threading.Event()
-            self._thread = threading.Thread(target=self._run, args=(head, cancel), name="fetch", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(
+                target=self._run, args=(head, cancel, before), name="fetch", daemon=True
+            )
+            self._thread = thread
+            thread.start()
 
     def take(self) -> FetchReport | None:
         """The finished fetch, if there is one; None while it runs."""
@@ -77,7 +81,11 @@ class Fetcher:
         self._cancel.set()
         self._thread = None
 
-    def _run(self, head: Head, cancel: threading.Event) -> None:
+    def _run(self, head: Head, cancel: threading.Event, before: threading.Thread | None) -> None:
+        if before is not None:
+            before.join(
+                2 * self._stall_ms / 1000
+            )  # it was cancelled, and writes into the same tensors until it ends
         tried: list[str] | None = None
         while not cancel.is_set():
             with self._lock:
@@ -87,7 +95,9 @@ class Fetcher:
             tried = donors
             self._events.emit("fetch_started", step=head.step, donors=donors)
             try:
-                report = fetch_state(self._registry, head, donors, transfer_stall_ms=self._stall_ms, cancel=cancel)
+                report = fetch_state(
+                    self._registry, head, donors, transfer_stall_ms=self._stall_ms, cancel=cancel
+                )
             except StateError as error:
                 logger.warning("state of step %d was not fetched: %s", head.step, error)
                 self._failed(head, cancel, donors, str(error))

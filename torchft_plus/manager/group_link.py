@@ -181,7 +181,9 @@ class RankLink:
         loop = asyncio.get_running_loop()
         _, connection = await asyncio.wait_for(
             loop.create_connection(
-                lambda: FrameConnection(pb.Word.FromString, self._frame, lambda _, reason: self._on_lost(reason)),
+                lambda: FrameConnection(
+                    pb.Word.FromString, self._frame, lambda _, reason: self._on_lost(reason)
+                ),
                 host,
                 port,
             ),

@@ -35,6 +35,13 @@ class Mailbox:
         with self._condition:
             return self._words.popleft() if self._words else None
 
+    def take_if(self, body: str) -> pb.Word | None:
+        """The oldest word if it is of this kind, or None."""
+        with self._condition:
+            if self._words and self._words[0].WhichOneof("body") == body:
+                return self._words.popleft()
+            return None
+
     def mark(self) -> int:
         """A mark for ``wait``: read it before looking at what is waited for."""
         with self._condition:

@@ -123,7 +123,9 @@ class Mesh:
         self._ranks: dict[FrameConnection, int] = {}
         self._closed = False
 
-    async def connect(self, service: PeerService, hello: pb.PeerHello, timeout_ms: int) -> dict[int, pb.PeerHello]:
+    async def connect(
+        self, service: PeerService, hello: pb.PeerHello, timeout_ms: int
+    ) -> dict[int, pb.PeerHello]:
         """Connect to all: this leader calls lower ranks and is called by higher ones. Returns all hellos by rank.
 
         Raises:
@@ -131,7 +133,9 @@ class Mesh:
         """
         hellos = {self._rank: hello}
         tasks = {
-            rank: asyncio.create_task(self._call(rank, hello) if rank < self._rank else self._answer(rank, service, hello))
+            rank: asyncio.create_task(
+                self._call(rank, hello) if rank < self._rank else self._answer(rank, service, hello)
+            )
             for rank in range(len(self.quorum.members))
             if rank != self._rank
         }

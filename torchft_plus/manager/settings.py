@@ -68,11 +68,15 @@ class Settings:
         rank = _integer(env, "RANK", 0) if group_rank is None else group_rank
         world_size = _integer(env, "WORLD_SIZE", 1) if group_world_size is None else group_world_size
         if not 0 <= rank < world_size:
-            raise SettingsError(f"rank {rank} is not within a group of WORLD_SIZE {world_size}: set RANK below it")
+            raise SettingsError(
+                f"rank {rank} is not within a group of WORLD_SIZE {world_size}: set RANK below it"
+            )
         host = store_host or env.get("MASTER_ADDR", "")
         port = _integer(env, "MASTER_PORT", 0) if store_port is None else store_port
         if world_size > 1 and not (host and port):
-            raise SettingsError("MASTER_ADDR and MASTER_PORT are needed to find the other ranks of the group: start it by torchrun")
+            raise SettingsError(
+                "MASTER_ADDR and MASTER_PORT are needed to find the other ranks of the group: start it by torchrun"
+            )
         name = replica_id or env.get("REPLICA_ID") or f"replica_{uuid.uuid4().hex[:8]}"
         job = job_id or env.get("TORCHFT_PLUS_JOB_ID") or "default"
         for field, value in (("replica_id", name), ("job_id", job)):
@@ -82,7 +86,9 @@ class Settings:
             raise SettingsError(f"min_replica_size is {min_replica_size}: it must be at least 1")
         try:
             timeouts = Timeouts(
-                timeout_ms if timeout_ms is not None else _integer(env, "TORCHFT_PLUS_TIMEOUT_MS", DEFAULT_TIMEOUT_MS),
+                timeout_ms
+                if timeout_ms is not None
+                else _integer(env, "TORCHFT_PLUS_TIMEOUT_MS", DEFAULT_TIMEOUT_MS),
                 **({} if outage_limit_ms is None else {"outage_limit_ms": outage_limit_ms}),
             )
         except ValueError as error:

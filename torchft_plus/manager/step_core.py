@@ -13,11 +13,20 @@ from dataclasses import dataclass, field
 from lighthouse.messages import Ask, Fault, Head, Hello, Position, Process, Progress, Quorum, Up, Vote
 from lighthouse.timeouts import Timeouts
 from torchft_plus.manager import words
-from torchft_plus.manager.control_words import Summary, from_head, merge_scalars, same_head, summarise, wrong_head
+from torchft_plus.manager.control_words import (
+    Summary,
+    from_head,
+    merge_scalars,
+    same_head,
+    summarise,
+    wrong_head,
+)
 from torchft_plus.manager.effects import ConnectMesh, Effect, Emit, SendPeers, SendUp, Tell, TellEach
 from torchft_plus.pb import peer_pb2 as pb
 
 STORY_LINES = 200
+MAX_PINS = 2
+"""Versions kept for joiners at once: each costs memory once the donor has moved on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +66,9 @@ class _Attempt:
 class StepCore:
     """Decides for one replica group. See the module's docstring."""
 
-    def __init__(self, group: GroupInfo, timeouts: Timeouts, head: Head, disk_head: Head | None = None) -> None:
+    def __init__(
+        self, group: GroupInfo, timeouts: Timeouts, head: Head, disk_head: Head | None = None
+    ) -> None:
         self.group = group
         self.timeouts = timeouts
         self.head = head
@@ -68,6 +79,8 @@ class StepCore:
         self.adopted: Quorum | None = None
         self.replica_rank = -1
         self.progress = Progress()
+        self.last_heard_ms: int | None = None
+        """When the Lighthouse was last heard; the shell also sets it for beats."""
         self.ended: str | None = None
         """Set once this process is out: why."""
         self._held: Summary | None = None
@@ -85,8 +98,8 @@ class StepCore:
         self._fetch_head: Head | None = None
         self._fetch_failed = False
         self._boundary: dict[int, bool] = {}
-        self._pinned: Head | None = None
-        self._last_heard_ms: int | None = None
+        self._joins = 0
+        self._pins: list[Head] = []
         self._effects: list[Effect] = []
         self._story: deque[str] = deque(maxlen=STORY_LINES)
 
@@ -129,7 +142,7 @@ class StepCore:
 
     def heard(self, now_ms: int) -> list[Effect]:
         """Something came from the Lighthouse (rule M8)."""
-        self._last_heard_ms = now_ms
+        self.last_heard_ms = now_ms
         return self._advance(now_ms)
 
     def form(self, quorum: Quorum, now_ms: int) -> list[Effect]:
@@ -181,7 +194,9 @@ class StepCore:
 
     # --- the leaders' mesh ---------------------------------------------------------------------------------------
 
-    def mesh_ready(self, quorum_id: int, hellos: Mapping[int, pb.PeerHello], layout_digest: str) -> list[Effect]:
+    def mesh_ready(
+        self, quorum_id: int, hellos: Mapping[int, pb.PeerHello], layout_digest: str
+    ) -> list[Effect]:
         """Connected to every other leader; ``hellos`` by replica rank, the own one included."""
         if self.adopted is None or not self._current(quorum_id):
             return self._take()
@@ -262,6 +277,8 @@ class StepCore:
 
     def rank_boundary(self, rank: int, report: pb.RankBoundary) -> list[Effect]:
         """A rank of a group that is behind stands before its next step; all go on together."""
+        if (report.epoch, report.step) != (self._joins, self.head.step):
+            return self._take()
         self._boundary[rank] = report.fetched
         if len(self._boundary) == self.group.group_world_size:
             replay = not self.level and all(self._boundary.values()) and not self._fetch_failed
@@ -345,7 +362,8 @@ class StepCore:
         self.level, self.head = False, base
         self._fetch_head, self._fetch_failed = base, False
         self._boundary, self._retries = {}, 0
-        self._effects.append(Tell(pb.Word(join=pb.WordJoin(head=from_head(base)))))
+        self._joins += 1
+        self._effects.append(Tell(pb.Word(join=pb.WordJoin(head=from_head(base), epoch=self._joins))))
         self._effects.append(Emit("behind", {"base_step": base.step}))
 
     def _donor_words(self, quorum: Quorum, head: Head) -> tuple[pb.Word, ...]:
@@ -484,8 +502,8 @@ class StepCore:
         self._retries = 0
         self._inbox = {key: value for key, value in self._inbox.items() if key[0] > head.step}
         self._attempt = _Attempt(head.step + 1)
-        if self._pinned is not None and self.adopted and summary.contributors == len(self.adopted.members):
-            self._unpin()
+        if self._pins and self.adopted and summary.contributors == len(self.adopted.members):
+            self._unpin(keep=0)
 
     def _peer_gone(self, rank: int, lost: str | None) -> None:
         """A peer fenced (``lost`` is None) or its connection broke."""
@@ -531,14 +549,16 @@ class StepCore:
         self._effects.append(SendUp(Ask(self.position(), self._leaving)))
 
     def _pin(self, head: Head) -> None:
-        self._unpin()
-        self._pinned = head
-        self._effects.append(Tell(pb.Word(pin=pb.WordPin(head=from_head(head), on=True))))
+        """Keep ``head`` readable until everybody is level. Older pins stay: a joiner goes on with what it began (F31)."""
+        if head not in self._pins:
+            self._unpin(keep=MAX_PINS - 1)
+            self._pins.append(head)
+            self._effects.append(Tell(pb.Word(pin=pb.WordPin(head=from_head(head), on=True))))
 
-    def _unpin(self) -> None:
-        if self._pinned is not None:
-            self._effects.append(Tell(pb.Word(pin=pb.WordPin(head=from_head(self._pinned), on=False))))
-            self._pinned = None
+    def _unpin(self, keep: int) -> None:
+        while len(self._pins) > keep:
+            head = self._pins.pop(0)
+            self._effects.append(Tell(pb.Word(pin=pb.WordPin(head=from_head(head), on=False))))
 
     def _end(self, reason: str) -> None:
         self._note(f"ended: {reason}")
@@ -548,7 +568,7 @@ class StepCore:
 
     def _outage(self, now_ms: int) -> bool:
         """No votes after ``outage_limit`` without a word from the Lighthouse (rule M8)."""
-        heard_ms = self._last_heard_ms
+        heard_ms = self.last_heard_ms
         return heard_ms is not None and now_ms - heard_ms > self.timeouts.outage_limit_ms
 
     def _wait_deadline_ms(self) -> int | None:

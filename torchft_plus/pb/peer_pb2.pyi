@@ -207,10 +207,14 @@ class RankConfigured(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., failure: _Optional[str] = ..., peer_rank: _Optional[int] = ...) -> None: ...
 
 class RankBoundary(_message.Message):
-    __slots__ = ("fetched",)
+    __slots__ = ("fetched", "epoch", "step")
     FETCHED_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
     fetched: bool
-    def __init__(self, fetched: _Optional[bool] = ...) -> None: ...
+    epoch: int
+    step: int
+    def __init__(self, fetched: _Optional[bool] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
 
 class RankFetchFailed(_message.Message):
     __slots__ = ("reason",)
@@ -325,10 +329,12 @@ class WordCommit(_message.Message):
     def __init__(self, head: _Optional[_Union[PeerHead, _Mapping]] = ..., skip: _Optional[bool] = ..., total_weight: _Optional[float] = ..., contributors: _Optional[int] = ..., contributed: _Optional[bool] = ..., scalars: _Optional[_Mapping[str, float]] = ..., positions: _Optional[_Mapping[str, int]] = ..., leaving: _Optional[bool] = ..., retries: _Optional[int] = ...) -> None: ...
 
 class WordJoin(_message.Message):
-    __slots__ = ("head",)
+    __slots__ = ("head", "epoch")
     HEAD_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     head: PeerHead
-    def __init__(self, head: _Optional[_Union[PeerHead, _Mapping]] = ...) -> None: ...
+    epoch: int
+    def __init__(self, head: _Optional[_Union[PeerHead, _Mapping]] = ..., epoch: _Optional[int] = ...) -> None: ...
 
 class WordDonors(_message.Message):
     __slots__ = ("head", "addresses")

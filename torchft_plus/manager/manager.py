@@ -1,0 +1,452 @@
+"""The Manager: what a training script holds in its hand."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp, Store, TCPStore
+
+from lighthouse.events import EventLog
+from lighthouse.messages import Head, Progress
+from torchft_plus.manager.agent import Agent, LeaderAgent, RankAgent
+from torchft_plus.manager.desk import Desk
+from torchft_plus.manager.fetcher import Fetcher
+from torchft_plus.manager.lanes import LaneBuilder
+from torchft_plus.manager.mailbox import Mailbox
+from torchft_plus.manager.outcome import Left, ManagerError, StepOutcome, StepPlan
+from torchft_plus.manager.settings import Settings
+from torchft_plus.manager.step_loop import StepLoop
+from torchft_plus.manager.transport import join_address, split_address
+from torchft_plus.pb import peer_pb2 as pb
+from torchft_plus.process_group.wrappers import ProcessGroup
+from torchft_plus.reduce.recorded import RecordedOperations, RecordedWork
+from torchft_plus.reduce.reduction import Reduction
+from torchft_plus.state.catch_up import CatchUp
+from torchft_plus.state.registry import StateRegistry
+from torchft_plus.state.server import StateServer
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CATCH_UP_STEPS = 64
+
+
+class Manager:
+    """Runs one rank of a replica group through steps that commit in a quorum.
+
+    The names are torchft's where it has them. One step is::
+
+        manager.start_quorum()            # Optimizer.zero_grad does it
+        loss = model(batch).sum()
+        loss.backward()                   # DistributedDataParallel(manager, model) posts gradients meanwhile
+        if manager.should_commit():       # Optimizer.step does it
+            optimizer.step()
+
+    A peer's death costs no computed gradient: ``should_commit`` reduces it again among those who are left. A group that
+    lacks the state takes part with zeros until it has fetched it from the others and replayed what they did meanwhile.
+
+    Args:
+        pg: process group between replicas, for example ``ProcessGroupGloo()``.
+        load_state_dict, state_dict: torchft's callables for user state (tensors and plain values, nested); state can
+            also be registered at ``manager.state``.
+        min_replica_size: fewest replica groups that may train.
+        use_async_quorum: accepted for torchft's sake; a running quorum is never asked again, so there is nothing to wait for.
+        timeout: the one knob: how long a healthy group may keep the others waiting. Default 60 s.
+        rank, world_size: inside the group; default ``RANK`` and ``WORLD_SIZE``.
+        store_addr, store_port: the group's store; default ``MASTER_ADDR`` and ``MASTER_PORT``.
+        lighthouse_addr: "host:port"; default ``TORCHFT_LIGHTHOUSE``.
+        replica_id: stable name of this group; default ``REPLICA_ID``, else a random one.
+        hostname: address to bind and to advertise; default the interface that leads to the Lighthouse.
+        job_id: several jobs may share a Lighthouse.
+        outage_limit: how long training goes on without a word from the Lighthouse. Default 1 h.
+        catch_up_max_steps: how many steps a joiner may record while it fetches.
+        digest_every: emit a digest of the state each so many steps (0: never).
+        handle_sigterm: SIGTERM finishes the step and leaves in good order.
+
+    Raises:
+        SettingsError: an argument or a variable is missing or wrong.
+    """
+
+    def __init__(
+        self,
+        pg: ProcessGroup,
+        load_state_dict: Callable[[Any], None] | None = None,
+        state_dict: Callable[[], Any] | None = None,
+        min_replica_size: int = 1,
+        *,
+        use_async_quorum: bool = True,
+        timeout: timedelta | None = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        store_addr: str | None = None,
+        store_port: int | None = None,
+        lighthouse_addr: str | None = None,
+        replica_id: str | None = None,
+        hostname: str | None = None,
+        job_id: str | None = None,
+        outage_limit: timedelta | None = None,
+        catch_up_max_steps: int = DEFAULT_CATCH_UP_STEPS,
+        digest_every: int = 0,
+        handle_sigterm: bool = True,
+    ) -> None:
+        del use_async_quorum
+        settings = Settings.resolve(
+            min_replica_size=min_replica_size,
+            replica_id=replica_id,
+            lighthouse_address=lighthouse_addr,
+            job_id=job_id,
+            group_rank=rank,
+            group_world_size=world_size,
+            store_host=store_addr,
+            store_port=store_port,
+            bind_host=hostname,
+            timeout_ms=_to_ms(timeout),
+            outage_limit_ms=_to_ms(outage_limit),
+        )
+        self._settings = settings
+        self._pg = pg
+        self._digest_every = digest_every
+        self._counter = 0
+        self._phase = "start"
+        self._started = False
+        self._in_step = False
+        self._last: StepOutcome | None = None
+        self._commits = self._refusals = 0
+        self._weight = 1.0
+        self._positions: dict[str, int] = {}
+        self._positions_since_join: dict[str, int] = {}
+        self._shut = False
+        self._digested: Head | None = None
+        name = f"{settings.replica_id}.{settings.group_rank}"
+        self._events = EventLog.from_environment(name, name)
+        self._events.emit(
+            "start",
+            pid=os.getpid(),
+            group_rank=settings.group_rank,
+            group_world_size=settings.group_world_size,
+            incarnation=settings.incarnation,
+        )
+        self.state = StateRegistry(shard=f"rank {settings.group_rank} of {settings.group_world_size}")
+        """Everything that a joiner must receive."""
+        self.state.register_values("torchft_plus", self._get_values, self._set_values)
+        if state_dict is not None and load_state_dict is not None:
+            self.state.register_state_dict("user", state_dict, load_state_dict)
+        timeouts = settings.timeouts
+        self._mailbox = Mailbox()
+        self._server = StateServer(
+            self.state, bind=join_address(settings.bind_host, 0), transfer_stall_ms=timeouts.transfer_stall_ms
+        )
+        self.catch_up = CatchUp(self.state, catch_up_max_steps)
+        self._recorded = RecordedOperations()
+        self._lanes = LaneBuilder(
+            pg.backend(),
+            settings.job_id,
+            settings.group_rank,
+            timeouts.configure_ms,
+            2 * timeouts.timeout_ms,  # the core's deadline comes first and names the culprit
+            lambda report: self._agent.report(pb.RankFrame(configured=report)),
+            self._mailbox.wake,
+        )
+        self._fetcher = Fetcher(
+            self.state,
+            timeouts.transfer_stall_ms,
+            self._events,
+            lambda reason: self._agent.report(pb.RankFrame(fetch_failed=pb.RankFetchFailed(reason=reason))),
+            self._mailbox.wake,
+        )
+        desk = Desk(self._mailbox, self._lanes, self._fetcher, self._server)
+        self._agent = self._make_agent(desk)
+        self._loop = StepLoop(self._agent, self._mailbox, self._lanes, self._fetcher, self._server, Head())
+        self._loop.reductions.append(self._recorded)
+        self._agent.start(2 * timeouts.timeout_ms)
+        if handle_sigterm and threading.current_thread() is threading.main_thread():
+            self._install_sigterm()
+
+    # --- the step --------------------------------------------------------------------------------------------------
+
+    def attach(self, reduction: Reduction) -> None:
+        """Make ``reduction`` part of every step. Before the first step."""
+        if self._started:
+            raise ManagerError("attach() after the first step: wrap the model before training starts")
+        self._loop.reductions.append(reduction)
+
+    def set_weight(self, weight: float) -> None:
+        """Contribution weight of this group from the next step on (default 1): averages are weighted by it."""
+        if not weight >= 0:
+            raise ValueError(f"weight is {weight}: it must be 0 or more")
+        self._weight = weight
+
+    def start_step(self) -> StepPlan:
+        """A step starts: before the forward. Blocks only for the first quorum, and in lock-step while behind."""
+        self._touch("start")
+        if self._loop.leaving:
+            self._leave()
+        if not self._started:
+            self._first_start()
+        elif self._in_step:
+            self._loop.start_over()
+        else:
+            self._emit_digest()
+        caught_up = False
+        if self._loop.behind:
+            caught_up = self._catch_up()
+        self._loop.begin(self._weight)
+        self._install_lane()
+        self._in_step = True
+        self._touch("compute")
+        return StepPlan(self._loop.head.step + 1, self._loop.behind, caught_up)
+
+    def finish_step(
+        self, scalars: Mapping[str, float] | None = None, positions: Mapping[str, int] | None = None
+    ) -> StepOutcome:
+        """All gradients are computed: average them in the quorum, vote, and learn what to do.
+
+        Args:
+            scalars: plain numbers to be summed over the ranks of all contributing groups (a loss, token counts).
+            positions: this group's data positions after this step, by a name that is unique to its data.
+
+        Raises:
+            ManagerError: this group cannot go on.
+        """
+        if not self._in_step:
+            raise ManagerError("finish_step() without start_step()")
+        self._touch("reduce")
+        outcome = self._loop.finish(scalars or {}, positions or {})
+        self._in_step = False
+        self._last = outcome
+        self._touch("apply")
+        if outcome.refused:
+            self._refusals += 1
+            self.catch_up.reset()
+            self._positions_since_join = {}
+        else:
+            self._commits += 1
+            self._positions.update(outcome.positions)
+            if self._loop.behind:
+                self._positions_since_join.update(outcome.positions)
+        return outcome
+
+    def record_or_step(self, optimizers: list[torch.optim.Optimizer], step: Callable[[], Any]) -> Any:
+        """Run ``step``, or record it if this group is behind and has no state to apply it to."""
+        if self._loop.behind:
+            self.catch_up.record(optimizers)
+            return None
+        return step()
+
+    # --- torchft's names ---------------------------------------------------------------------------------------------
+
+    def start_quorum(
+        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
+    ) -> None:
+        """torchft's name of :meth:`start_step`."""
+        del allow_heal, shrink_only, timeout
+        self.start_step()
+
+    def allreduce(
+        self,
+        tensor: torch.Tensor,
+        should_quantize: bool = False,
+        reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
+    ) -> RecordedWork:
+        """Reduce ``tensor`` in place over the contributors of the quorum. Failures are left to the vote."""
+        if should_quantize:
+            raise ManagerError("should_quantize is not supported: reduce in the tensor's own dtype")
+        return self._recorded.start(tensor, reduce_op)
+
+    def should_commit(self, timeout: timedelta | None = None) -> bool:
+        """Finish the step; True if its results are to be applied.
+
+        If a retry replaced a result that the caller had waited for and then changed (clipping, say), it returns False
+        with ``results_changed`` set: change the results again and call it once more, or start the step over.
+        """
+        del timeout
+        if self._recorded.take_changed():
+            return False
+        return self.finish_step().applied
+
+    def report_error(self, error: Exception) -> None:
+        """Something failed locally in this step: this group contributes nothing to it."""
+        self._loop.object(str(error))
+
+    def errored(self) -> Exception | None:
+        """What ``report_error`` was told in this step."""
+        reason = self._loop.objection
+        return None if reason is None else ManagerError(reason)
+
+    @property
+    def results_changed(self) -> bool:
+        """A retry replaced results that the caller had already changed: change them again."""
+        return self._recorded.results_changed
+
+    def current_step(self) -> int:
+        """Number of committed steps."""
+        return self._loop.head.step
+
+    def batches_committed(self) -> int:
+        """Sum of contributors over the steps that this process committed."""
+        return self._commits
+
+    def num_participants(self) -> int:
+        """Members of the current quorum whose gradient counts (as of its formation, or of the last step)."""
+        quorum = self._loop.quorum
+        if self._last is not None and self._last.contributors:
+            return self._last.contributors
+        return 0 if quorum is None else quorum.contributors
+
+    def participating_rank(self) -> int | None:
+        """Replica rank in the quorum, None while behind."""
+        quorum = self._loop.quorum
+        return None if quorum is None or self._loop.behind else quorum.replica_rank
+
+    def is_participating(self) -> bool:
+        """True if this group's gradients count."""
+        return self._loop.quorum is not None and not self._loop.behind
+
+    def replica_id(self) -> str:
+        """Stable name of this group."""
+        return self._settings.replica_id
+
+    def quorum_id(self) -> int:
+        """Id of the current quorum, 0 before the first."""
+        return 0 if self._loop.quorum is None else self._loop.quorum.quorum_id
+
+    def refusals(self) -> int:
+        """Steps of this process that were not committed."""
+        return self._refusals
+
+    def head(self) -> Head:
+        """Where this group stands: step and the quorum that committed it."""
+        return self._loop.head
+
+    def restore_head(self, head: Head) -> None:
+        """The state of ``head`` was loaded from disk. Before the first step."""
+        if self._started:
+            raise ManagerError("restore_head() after the first step")
+        self._loop.head = head
+        if isinstance(self._agent, LeaderAgent):
+            self._agent.set_head(head, head)
+
+    def disk_saved(self, head: Head) -> None:
+        """A checkpoint of ``head`` is complete on disk: it counts if all groups are lost."""
+        if isinstance(self._agent, LeaderAgent):
+            self._agent.disk_saved(head)
+
+    def story(self) -> list[str]:
+        """The last decisions of this group's leader, one sentence each (empty on other ranks)."""
+        return self._agent.story() if isinstance(self._agent, LeaderAgent) else []
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Leave the quorum in good order and end everything that this Manager started."""
+        if self._shut:
+            return
+        self._shut = True
+        timeout_ms = self._settings.timeouts.shutdown_ms if wait else 0
+        if self._started and not self._loop.behind:
+            self._emit_digest(final=True)
+        if isinstance(self._agent, LeaderAgent):
+            self._agent.leave_idle()
+        if self._started and wait and not self._loop.wait_left(timeout_ms):
+            logger.warning("the Lighthouse did not confirm that %s left", self._settings.replica_id)
+        self._agent.report(pb.RankFrame(bye=pb.RankBye()))
+        self._agent.close(max(timeout_ms, 1_000))
+        self._fetcher.close(max(timeout_ms, 1_000))
+        self._lanes.close()
+        self._server.close()
+        self._pg.shutdown()
+        self._events.close()
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _make_agent(self, desk: Desk) -> Agent:
+        settings = self._settings
+        wait = timedelta(milliseconds=settings.timeouts.timeout_ms)
+        store: Store | None = None
+        if settings.group_world_size > 1:
+            host, port = split_address(settings.store_address)
+            store = TCPStore(host, port, is_master=False, timeout=wait)
+        if settings.group_rank > 0:
+            assert store is not None
+            return RankAgent(settings, desk, self._events, store)
+        self._lane_store = TCPStore(
+            settings.bind_host, 0, is_master=True, wait_for_workers=False, timeout=wait
+        )
+        address = join_address(settings.bind_host, self._lane_store.port)
+        return LeaderAgent(settings, desk, self._events, store, address, self._progress)
+
+    def _first_start(self) -> None:
+        self._started = True
+        ready = pb.RankReady(
+            initial_digest=self.state.digest(),
+            layout_digest="|".join([self.state.signature(), *(r.digest() for r in self._loop.reductions)]),
+            state_address=self._server.address,
+        )
+        self._agent.report(pb.RankFrame(ready=ready))
+        self._loop.wait_first_quorum()
+
+    def _catch_up(self) -> bool:
+        if not self._loop.boundary():
+            return False
+        report = self._fetcher.take()
+        assert report is not None
+        self.catch_up.replay(report)
+        self._fetcher.reset()
+        self._positions.update(self._positions_since_join)
+        self._positions_since_join = {}
+        self._emit_digest(final=True)
+        return True
+
+    def _install_lane(self) -> None:
+        lane = self._lanes.current()
+        if lane is not None and self._pg.lane is not lane:
+            self._pg.install(lane)
+
+    def _emit_digest(self, final: bool = False) -> None:
+        head = self._loop.head
+        due = self._digest_every > 0 and (final or head.step % self._digest_every == 0)
+        if due and head.step > 0 and not self._loop.behind and not self._digested == head:
+            self._digested = head
+            self._events.emit("digest", step=head.step, quorum_id=head.quorum_id, digest=self.state.digest())
+
+    def _get_values(self) -> dict[str, Any]:
+        return {"positions": dict(sorted(self._positions.items()))}
+
+    def _set_values(self, values: dict[str, Any]) -> None:
+        self._positions = {str(name): int(position) for name, position in values["positions"].items()}
+        self._positions.update(self._positions_since_join)
+
+    @property
+    def positions(self) -> dict[str, int]:
+        """Data positions of all groups that ever contributed, as of the last committed step."""
+        return dict(self._positions)
+
+    def _touch(self, phase: str) -> None:
+        self._counter += 1
+        self._phase = phase
+
+    def _progress(self) -> Progress:
+        return Progress(self._loop.head.step, self._phase, self._counter)
+
+    def _install_sigterm(self) -> None:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        del signum, frame
+        logger.info("SIGTERM: %s finishes its step and leaves", self._settings.replica_id)
+        self._agent.report(pb.RankFrame(leave_wanted=pb.RankLeaveWanted()))
+
+    def _leave(self) -> None:
+        self._emit_digest(final=True)
+        self.shutdown()
+        raise Left
+
+
+def _to_ms(time: timedelta | None) -> int | None:
+    return None if time is None else int(time.total_seconds() * 1000)

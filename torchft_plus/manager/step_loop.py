@@ -1,0 +1,298 @@
+"""The training thread's side of a step: posts data, waits, and does what the leader's word says.
+
+Everything on which ranks of a group could part ways is decided by words, and words that change the course are taken
+only in ``finish`` (or in ``start`` while behind, where all ranks go in lock-step).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+
+from lighthouse.messages import Head
+from torchft_plus.manager.agent import Agent
+from torchft_plus.manager.control_words import to_head
+from torchft_plus.manager.fetcher import Fetcher
+from torchft_plus.manager.lanes import LaneBuilder
+from torchft_plus.manager.mailbox import Mailbox
+from torchft_plus.manager.outcome import Left, ManagerError, StepOutcome
+from torchft_plus.pb import peer_pb2 as pb
+from torchft_plus.process_group.lane import Lane, LaneError, Operation
+from torchft_plus.reduce.reduction import Reduction
+from torchft_plus.state.server import StateServer
+
+logger = logging.getLogger(__name__)
+
+WAIT_SLICE_MS = 1_000
+"""The waits of a step are ended by the core's deadlines; between two looks at the agent's health passes this long."""
+
+
+class _Running:
+    """The operations of one attempt; wakes the mailbox when the last has ended or one has failed."""
+
+    def __init__(self, operations: tuple[Operation, ...], mailbox: Mailbox) -> None:
+        self.operations = operations
+        self._mailbox = mailbox
+        self._left = len(operations)
+        self._lock = threading.Lock()
+        for operation in operations:
+            operation.add_done_callback(self._ended)
+
+    def _ended(self) -> None:
+        with self._lock:
+            self._left -= 1
+            wake = self._left <= 0 or any(operation.error for operation in self.operations)
+        if wake:
+            self._mailbox.wake()
+
+    def failure(self) -> LaneError | None:
+        return next((operation.error for operation in self.operations if operation.error is not None), None)
+
+    def ended(self) -> bool:
+        return self._left <= 0 or self.failure() is not None
+
+
+class StepLoop:
+    """Runs steps of one rank. All methods are for the training thread."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        mailbox: Mailbox,
+        lanes: LaneBuilder,
+        fetcher: Fetcher,
+        server: StateServer,
+        head: Head,
+    ) -> None:
+        self._agent = agent
+        self._mailbox = mailbox
+        self._lanes = lanes
+        self._fetcher = fetcher
+        self._server = server
+        self.head = head
+        self.behind = False
+        self.leaving = False
+        self.quorum: pb.WordConfigure | None = None
+        """The adopted quorum, as far as this thread has been told."""
+        self.reductions: list[Reduction] = []
+        self._join_epoch = 0
+        self._round = 0
+        self._posted: tuple[int, int] | None = None
+        self._running: _Running | None = None
+        self._begun_on: int | None = None
+        self._reported = False
+        self._objection: str | None = None
+        self._weight = 1.0
+        self._scalars: Mapping[str, float] = {}
+        self._positions: Mapping[str, int] = {}
+
+    # --- start ---------------------------------------------------------------------------------------------------
+
+    def wait_first_quorum(self) -> None:
+        """Block until this group is in a quorum, and know whether it is behind. Nothing else may be computed before."""
+        while self.quorum is None:
+            mark = self._mailbox.mark()
+            word = self._mailbox.take()
+            if word is None:
+                self._wait(mark)
+            elif self._handle(word) is not None:
+                self._drop_inputs()
+
+    def boundary(self) -> bool:
+        """While behind: stand before the next step together with the group's other ranks.
+
+        Returns:
+            True if every rank holds the fetched state, and the queue is to be replayed now.
+        """
+        self._report_boundary()
+        while True:
+            mark = self._mailbox.mark()
+            word = self._mailbox.take()
+            if word is None:
+                self._wait(mark)
+            elif word.WhichOneof("body") == "boundary":
+                self.behind = not word.boundary.replay
+                return word.boundary.replay
+            elif self._handle(word) is not None:
+                self._report_boundary()
+
+    def begin(self, weight: float) -> None:
+        """A step starts. If the lane is there, data is posted while it is computed."""
+        self._weight = 0.0 if self.behind else weight
+        self._posted, self._running, self._reported, self._objection = None, None, False, None
+        while (word := self._mailbox.take_if("configure")) is not None:
+            self._handle(word)
+        if not self.behind:
+            self._server.publish(self.head)
+        lane = self._usable_lane() if self._round == 0 else None
+        self._begun_on = None if lane is None else lane.spec.quorum_id
+        for reduction in self.reductions:
+            reduction.begin(lane, self._weight)
+
+    # --- finish --------------------------------------------------------------------------------------------------
+
+    @property
+    def objection(self) -> str | None:
+        """Why this group contributes nothing to the running step, or None."""
+        return self._objection
+
+    def start_over(self) -> None:
+        """The caller computes the step again: what it had computed is dropped.
+
+        What is posted on the lane cannot be taken back, so this quorum ends; the next one reduces the step afresh.
+        """
+        self._drop_inputs()
+        if self._begun_on is not None:
+            done = pb.RankDone(
+                attempt=self._attempt((self._begun_on, self._round)),
+                failure="the training loop started the step over",
+                peer_rank=-1,
+            )
+            self._agent.report(pb.RankFrame(done=done))
+
+    def object(self, reason: str) -> None:
+        """Something local went wrong in this step: this group contributes zeros without weight."""
+        self._objection = self._objection or reason
+
+    def finish(self, scalars: Mapping[str, float], positions: Mapping[str, int]) -> StepOutcome:
+        """Reduce, vote and learn the outcome, over as many quorums as it takes."""
+        self._scalars, self._positions = scalars, positions
+        while True:
+            mark = self._mailbox.mark()
+            word = self._mailbox.take()
+            if word is not None:
+                outcome = self._handle(word)
+                if outcome is not None:
+                    return outcome
+                continue
+            if not self.behind:
+                self._server.publish(self.head)
+            lane = self._usable_lane()
+            if lane is not None and self._posted != (lane.spec.quorum_id, self._round):
+                self._post(lane)
+            elif self._running is not None and self._running.ended() and not self._reported:
+                self._report_done()
+            else:
+                self._wait(mark)
+
+    def _post(self, lane: Lane) -> None:
+        key = (lane.spec.quorum_id, self._round)
+        if self._objection is not None and self._posted is not None:
+            for reduction in self.reductions:
+                reduction.begin(None, 0.0)
+            self._weight = 0.0
+        posted = [reduction.post(lane) for reduction in self.reductions]
+        operations = tuple(operation for part in posted for operation in part.operations)
+        # An objection that came after data had been posted: let this round end as stale, and repeat it with zeros.
+        stale = any(part.stale for part in posted) or (self._objection is not None and self._weight > 0)
+        report = pb.RankPosted(
+            attempt=self._attempt(key),
+            stale=stale,
+            finite=all(part.finite for part in posted),
+            weight=self._weight,
+            scalars=dict(self._scalars),
+            positions=dict(self._positions),
+        )
+        self._posted, self._reported, self._begun_on = key, False, lane.spec.quorum_id
+        self._agent.report(pb.RankFrame(posted=report))
+        self._running = _Running(operations, self._mailbox)
+
+    def _report_done(self) -> None:
+        assert self._running is not None and self._posted is not None
+        failure = self._running.failure()
+        peer_rank = -1 if failure is None or failure.peer_rank is None else failure.peer_rank
+        done = pb.RankDone(
+            attempt=self._attempt(self._posted),
+            failure="" if failure is None else (str(failure) or "failed"),
+            peer_rank=peer_rank,
+        )
+        self._reported = True
+        self._agent.report(pb.RankFrame(done=done))
+
+    def _attempt(self, key: tuple[int, int]) -> pb.Attempt:
+        return pb.Attempt(quorum_id=key[0], step=self.head.step + 1, round=key[1])
+
+    # --- words ---------------------------------------------------------------------------------------------------
+
+    def _handle(self, word: pb.Word) -> StepOutcome | None:
+        """Act on a word; an outcome if it ends the step."""
+        body = word.WhichOneof("body")
+        if body == "configure":
+            self.quorum, self._round = word.configure, 0
+        elif body == "again":
+            self._round = word.again.attempt.round
+            for reduction in self.reductions:
+                reduction.again()
+        elif body == "commit":
+            return self._commit(word.commit)
+        elif body == "join":
+            return self._join(word.join)
+        elif body == "left":
+            raise Left
+        elif body == "fatal":
+            raise ManagerError(word.fatal.reason)
+        return None
+
+    def _commit(self, word: pb.WordCommit) -> StepOutcome:
+        self.head = to_head(word.head)
+        self._round = 0
+        self.leaving = self.leaving or word.leaving
+        if word.skip:
+            self._drop_inputs()
+        else:
+            for reduction in self.reductions:
+                reduction.write_back(word.total_weight)
+        self._server.before_update()
+        return StepOutcome(
+            head=self.head,
+            applied=not word.skip,
+            skipped=word.skip,
+            behind=self.behind,
+            contributed=word.contributed,
+            contributors=word.contributors,
+            total_weight=word.total_weight,
+            retries=word.retries,
+            scalars=dict(word.scalars),
+            positions=dict(word.positions),
+        )
+
+    def _join(self, word: pb.WordJoin) -> StepOutcome:
+        self._server.withdraw()
+        self.behind, self.head, self._join_epoch = True, to_head(word.head), word.epoch
+        self._drop_inputs()
+        return StepOutcome(head=self.head, refused=True, behind=True)
+
+    def _drop_inputs(self) -> None:
+        for reduction in self.reductions:
+            reduction.discard()
+
+    # --- waiting ---------------------------------------------------------------------------------------------------
+
+    def wait_left(self, timeout_ms: int) -> bool:
+        """Wait until the Lighthouse has confirmed that this group left; False if it did not in time."""
+        slices = max(1, timeout_ms // 100)
+        for _ in range(slices):
+            mark = self._mailbox.mark()
+            word = self._mailbox.take()
+            if word is None:
+                self._mailbox.wait(mark, 100)
+            elif word.WhichOneof("body") in ("left", "fatal"):
+                return word.WhichOneof("body") == "left"
+        return False
+
+    def _usable_lane(self) -> Lane | None:
+        """The lane of the quorum that this thread has been told of."""
+        lane = self._lanes.current()
+        told = lane is not None and self.quorum is not None and lane.spec.quorum_id == self.quorum.quorum_id
+        return lane if told else None
+
+    def _report_boundary(self) -> None:
+        boundary = pb.RankBoundary(
+            fetched=self._fetcher.take() is not None, epoch=self._join_epoch, step=self.head.step
+        )
+        self._agent.report(pb.RankFrame(boundary=boundary))
+
+    def _wait(self, mark: int) -> None:
+        if not self._mailbox.wait(mark, WAIT_SLICE_MS) and not self._agent.alive:
+            raise ManagerError(f"the agent thread has ended: {self._agent.failure}")
