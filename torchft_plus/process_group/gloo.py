@@ -1,0 +1,317 @@
+"""Lanes over gloo.
+
+What gloo (torch 2.13) does not offer, and how it is made here:
+
+- abort: by shutting down the group's own connections (``gloo_sockets``); pending operations then end within
+  milliseconds, also at the peers. gloo's ``abort`` and ``shutdown`` do nothing.
+- a failure seen by all: a killed peer fails only the operations of its ring neighbours, so a lane aborts
+  itself at its first failure, and when one of its connections breaks.
+- waiting without blocking: outcomes come through the future's callback; ``Work.wait`` cannot be interrupted.
+- averages: sum and divide (pytorch issue 162338).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp
+
+from torchft_plus.process_group.bind import bind_address
+from torchft_plus.process_group.deadline import DeadlineExceeded, call_within, run_in_background
+from torchft_plus.process_group.gloo_sockets import Endpoint, GroupSockets, find_sockets, parse_listener
+from torchft_plus.process_group.lane import Capabilities, Lane, LaneError, LaneSpec
+from torchft_plus.process_group.local import LocalLane
+from torchft_plus.process_group.operation import LaneOperation, check_reduce_op, ended
+
+logger = logging.getLogger(__name__)
+
+_BUILD_GRACE_MS = 500
+"""gloo keeps the deadline of a build itself; only a store that hangs needs the outer one."""
+_BROKEN_GRACE_S = 0.05
+"""A peer that has all its results may leave while this rank still reads its own; longer it is missing."""
+_EXIT_S = 2.0
+"""Patience of a process that ends; destroying a group takes 10 ms."""
+
+
+class _Group:
+    """What must outlive a lane until it can be destroyed: the torch group and duplicates of its connections.
+
+    The last reference is always dropped by a retirement thread: the destructor joins gloo's threads, and our
+    callbacks run on one of them.
+    """
+
+    def __init__(self, group: Any, sockets: GroupSockets, spec: LaneSpec) -> None:
+        self.group: Any = group
+        self.sockets = sockets
+        self.spec = spec
+        self.disconnected = threading.Event()
+        self.destroyed = threading.Event()
+        self._retired = False
+        self.watcher: threading.Thread | None = None
+        with _live_groups_lock:
+            _live_groups.add(self)
+
+    def disconnect(self) -> None:
+        """Pending operations fail, here and at the peers. Repeatable."""
+        if not self.disconnected.is_set():
+            self.disconnected.set()
+            self.sockets.shut_down()
+
+    def retire(self) -> None:
+        """Disconnect, and destroy in the background. Repeatable."""
+        self.disconnect()
+        with _live_groups_lock:
+            first, self._retired = not self._retired, True
+        if first:
+            run_in_background(self.spec.timeout_ms, self._destroy, f"retire gloo lane {self.spec.quorum_id}")
+
+    def _destroy(self) -> None:
+        """Blocks until gloo's operations have ended: 10 ms after ``disconnect``, else up to their timeout."""
+        self.group = None
+        if self.watcher is not None:
+            self.watcher.join()
+        self.sockets.close()
+        with _live_groups_lock:
+            _live_groups.discard(self)
+        self.destroyed.set()
+
+
+_live_groups: set[_Group] = set()
+_live_groups_lock = threading.Lock()
+
+
+@atexit.register
+def _retire_all() -> None:
+    """A process that ends must neither wait for frozen peers nor have gloo's threads call into a dead interpreter."""
+    with _live_groups_lock:
+        groups = list(_live_groups)
+    for group in groups:
+        group.retire()
+    deadline = time.monotonic() + _EXIT_S
+    for group in groups:
+        group.destroyed.wait(max(0.0, deadline - time.monotonic()))
+
+
+class GlooLane:
+    """A lane over one gloo group. Made by ``GlooBackend.create``."""
+
+    def __init__(self, group: _Group) -> None:
+        self._spec = group.spec
+        self._group = group
+        self._lock = threading.Lock()
+        self._error: LaneError | None = None
+        self._pending: set[LaneOperation] = set()
+        self._retire_once = weakref.finalize(self, group.retire)
+        self._retire_once.atexit = False
+        if len(group.sockets):
+            name = f"watch gloo lane {group.spec.quorum_id}"
+            group.watcher = threading.Thread(
+                target=_watch, args=(weakref.ref(self), group), name=name, daemon=True
+            )
+            group.watcher.start()
+
+    @property
+    def spec(self) -> LaneSpec:
+        return self._spec
+
+    @property
+    def error(self) -> LaneError | None:
+        """First failure, or None. A lane with an error never works again."""
+        return self._error
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> LaneOperation:
+        """Start an in-place allreduce of ``tensor`` (CPU, contiguous).
+
+        Raises:
+            ValueError: ``op`` is not one that every backend reduces (the caller's bug, not a failure).
+        """
+        check_reduce_op(op, "gloo")
+        with self._lock:
+            error, group = self._error, self._group.group
+            operation = LaneOperation(tensor)
+            if error is None and group is not None:
+                self._pending.add(operation)
+        if error is not None or group is None:
+            return ended(error or LaneError("the lane is retired"))
+        options = AllreduceOptions()
+        options.reduceOp = op  # pyright: ignore[reportAttributeAccessIssue]  # torch's stub is wrong
+        try:
+            future = group.allreduce([tensor], options).get_future()
+        except RuntimeError as failure:
+            self._end(operation, LaneError(f"gloo did not start the operation: {failure}"))
+            return operation
+        lane: weakref.ref[GlooLane] = weakref.ref(self)
+        future.add_done_callback(lambda done: _hear(lane, operation, done))
+        return operation
+
+    def process_group(self) -> Any:
+        """The raw torch group.
+
+        Raises:
+            LaneError: the lane is retired.
+        """
+        if self._group.group is None:
+            raise LaneError("the lane is retired")
+        return self._group.group
+
+    def abort(self, reason: str) -> None:
+        """End every pending operation as failed within milliseconds and let the peers notice.
+
+        Any thread; repeatable.
+        """
+        self._break(LaneError(reason))
+
+    def retire(self) -> None:
+        """Destroy the group on a background thread. Implies abort."""
+        self.abort("the lane is retired")
+        self._retire_once()
+
+    def _break(self, error: LaneError) -> None:
+        with self._lock:
+            if self._error is None:
+                self._error = error
+            unreachable = list(self._pending) if not len(self._group.sockets) else []
+        self._group.disconnect()
+        for operation in unreachable:
+            # Without connections to shut down, gloo ends them at its own timeout and keeps their tensors.
+            self._end(operation, error)
+
+    def _end(self, operation: LaneOperation, failure: LaneError | None) -> None:
+        with self._lock:
+            self._pending.discard(operation)
+            first = self._error
+        if failure is not None and first is None:
+            failure = LaneError(str(failure), self._group.sockets.broken_peer())
+            self._break(failure)
+        operation.finish(failure if failure is None else self._error or failure)
+
+
+def _watch(lane_reference: weakref.ref[GlooLane], group: _Group) -> None:
+    """Ends with the connections: each way to give a lane up shuts them down."""
+    group.sockets.wait_broken()
+    group.disconnected.wait(_BROKEN_GRACE_S)
+    lane = lane_reference()
+    if lane is not None and not group.disconnected.is_set():
+        peer = group.sockets.broken_peer()
+        who = "a replica" if peer is None else f"replica rank {peer}"
+        lane._break(LaneError(f"{who} has closed its connection", peer))  # pyright: ignore[reportPrivateUsage]
+
+
+def _hear(
+    lane_reference: weakref.ref[GlooLane], operation: LaneOperation, future: torch.futures.Future[Any]
+) -> None:
+    """Runs on gloo's thread when the operation has ended."""
+    failure: LaneError | None = None
+    try:
+        future.value()
+    except Exception as error:  # noqa: BLE001 - gloo's errors have no common type; every one means the operation failed
+        failure = LaneError(str(error))
+    lane = lane_reference()
+    if lane is None:
+        operation.finish(failure)
+    else:
+        lane._end(operation, failure)  # pyright: ignore[reportPrivateUsage]
+
+
+class GlooBackend:
+    """Makes gloo lanes.
+
+    Args:
+        host: local address to bind to; by default ``TORCHFT_PLUS_BIND``, else the one from which the store is
+            reached.
+    """
+
+    def __init__(self, host: str | None = None) -> None:
+        self._host = host
+
+    @property
+    def name(self) -> str:
+        return "gloo"
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return Capabilities(device_types=("cpu",), aborts_in_ms=True, supports_avg=False)
+
+    def create(self, spec: LaneSpec) -> Lane:
+        """Build a lane, all peers connected. Blocks up to its deadline, without the GIL; any thread.
+
+        Raises:
+            LaneError: a peer did not arrive or left during the build; says who, where the store knows.
+        """
+        if spec.world_size == 1:
+            return LocalLane(spec, lambda: _connect(HashStore(), spec, self._host or "127.0.0.1"))
+        host = self._host or bind_address(spec.store)
+        try:
+            group = call_within(
+                (spec.build_timeout_ms or spec.timeout_ms) + _BUILD_GRACE_MS,
+                lambda: _build(spec, host),
+                f"build gloo lane {spec.quorum_id}",
+                discard=_Group.retire,
+            )
+        except DeadlineExceeded as error:
+            raise LaneError(f"{error}: the store of the lane does not answer") from error
+        except (
+            Exception
+        ) as error:  # torch raises RuntimeError and its own types for store and connection failures
+            missing = _missing_ranks(spec)
+            detail = f"; not there: replica rank {', '.join(map(str, missing))}" if missing else ""
+            raise LaneError(
+                f"the gloo lane of quorum {spec.quorum_id} could not be built{detail} ({error})",
+                missing[0] if len(missing) == 1 else None,
+            ) from error
+        return GlooLane(group)
+
+
+def _build(spec: LaneSpec, host: str) -> _Group:
+    group = _connect(spec.store, spec, host)
+    listeners = _listeners(spec)
+    sockets = find_sockets(listeners, spec.rank) if listeners is not None else GroupSockets(())
+    if not len(sockets):
+        logger.warning(
+            "lane %d: no connections of gloo found; an abort will not reach the peers before their timeout",
+            spec.quorum_id,
+        )
+    return _Group(group, sockets, spec)
+
+
+def _connect(store: Store, spec: LaneSpec, host: str) -> Any:
+    options: Any = ProcessGroupGloo._Options()  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host, lazy_init=False)]
+    options._timeout = timedelta(milliseconds=spec.build_timeout_ms or spec.timeout_ms)
+    group: Any = ProcessGroupGloo(store, spec.rank, spec.world_size, options)
+    group._set_default_timeout(timedelta(milliseconds=spec.timeout_ms))
+    return group
+
+
+def _listeners(spec: LaneSpec) -> dict[int, Endpoint] | None:
+    listeners: dict[int, Endpoint] = {}
+    for rank in range(spec.world_size):
+        endpoint = parse_listener(spec.store.get(_key(rank)))
+        if endpoint is None:
+            return None
+        listeners[rank] = endpoint
+    return listeners
+
+
+def _missing_ranks(spec: LaneSpec) -> list[int]:
+    """Ranks that have not published their address; empty if the store cannot be asked."""
+
+    def ask() -> list[int]:
+        return [rank for rank in range(spec.world_size) if not spec.store.check([_key(rank)])]
+
+    try:
+        return call_within(_BUILD_GRACE_MS, ask, "ask the store")
+    except (DeadlineExceeded, RuntimeError):
+        return []
+
+
+def _key(rank: int) -> str:
+    return f"0/{rank}"

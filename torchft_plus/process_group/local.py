@@ -1,0 +1,53 @@
+"""The lane of a replica that is alone: every operation is done at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from torchft_plus.process_group.lane import LaneError, LaneSpec
+from torchft_plus.process_group.operation import LaneOperation, check_reduce_op, ended
+
+
+class LocalLane:
+    """A lane of one member. A sum, product, minimum or maximum over one is the input itself.
+
+    Args:
+        spec: with world size 1.
+        make_group: builds a raw torch group of one rank, only if somebody asks for it.
+    """
+
+    def __init__(self, spec: LaneSpec, make_group: Callable[[], Any]) -> None:
+        self._spec = spec
+        self._make_group = make_group
+        self._group: Any = None
+        self._error: LaneError | None = None
+
+    @property
+    def spec(self) -> LaneSpec:
+        return self._spec
+
+    @property
+    def error(self) -> LaneError | None:
+        return self._error
+
+    def allreduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> LaneOperation:
+        """Done at once; ``tensor`` is left as it is."""
+        check_reduce_op(op, "local")
+        return ended(self._error)
+
+    def process_group(self) -> Any:
+        if self._group is None:
+            self._group = self._make_group()
+        return self._group
+
+    def abort(self, reason: str) -> None:
+        if self._error is None:
+            self._error = LaneError(reason)
+
+    def retire(self) -> None:
+        self.abort("the lane is retired")
+        self._group = None

@@ -1,0 +1,91 @@
+"""Operations that lanes hand out, whatever the backend: a state, an error and callbacks."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+import torch
+from torch.distributed import ReduceOp
+
+from torchft_plus.process_group.lane import LaneError
+
+logger = logging.getLogger(__name__)
+
+_SUPPORTED: tuple[ReduceOp.RedOpType, ...] = (
+    ReduceOp.SUM,
+    ReduceOp.PRODUCT,
+    ReduceOp.MIN,
+    ReduceOp.MAX,
+    ReduceOp.BAND,
+    ReduceOp.BOR,
+    ReduceOp.BXOR,
+)
+
+
+class LaneOperation:
+    """An ``Operation`` that the lane which started it ends with ``finish``. Any thread may call anything.
+
+    Holds the tensor it works on until it has ended.
+    """
+
+    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+        self._lock = threading.Lock()
+        self._tensor = tensor
+        self._ended = False
+        self._error: LaneError | None = None
+        self._callbacks: list[Callable[[], None]] = []
+
+    def poll(self) -> bool:
+        """True once it has ended. Never blocks."""
+        return self._ended
+
+    @property
+    def error(self) -> LaneError | None:
+        """Why it failed; None while it runs and after success."""
+        return self._error
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when it has ended, on the thread that ends it, or at once if it is over."""
+        with self._lock:
+            if not self._ended:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def finish(self, error: LaneError | None = None) -> bool:
+        """End it, done (None) or failed. The first call counts; returns whether this was it."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._error = error
+            self._ended = True
+            self._tensor = None
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            try:
+                callback()
+            except Exception:  # a listener's bug must not keep the others from hearing
+                logger.exception("a listener of a finished operation failed")
+        return True
+
+
+def ended(error: LaneError | None = None) -> LaneOperation:
+    """An operation that is over: done (None) or failed."""
+    operation = LaneOperation()
+    operation.finish(error)
+    return operation
+
+
+def check_reduce_op(op: ReduceOp.RedOpType, backend: str) -> None:
+    """Refuse what not every backend does the same way.
+
+    Raises:
+        ValueError: ``op`` is an average (pytorch issue 162338) or a pre-multiplied sum (which gloo lacks).
+    """
+    if op not in _SUPPORTED:
+        raise ValueError(
+            f"op is {op}, which a {backend} lane does not reduce: "
+            "use ReduceOp.SUM and divide by the number of contributors"
+        )
