@@ -155,7 +155,7 @@ def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
         RunFile.load(tmp_path / "none.toml")
 
 
-def test_overrides_go_before_the_file_and_the_trainers_pass_through(tmp_path: Path) -> None:
+def test_overrides_go_before_the_file_and_pass_through_to_the_trainer(tmp_path: Path) -> None:
     arguments = ["--launch.replicas", "2", "--fault_tolerance.timeout-ms=12000", "--training.steps", "50"]
     arguments.append("--metrics.enable_x")
     run = load(
@@ -165,8 +165,8 @@ def test_overrides_go_before_the_file_and_the_trainers_pass_through(tmp_path: Pa
     assert run.launch.env == {"OMP_NUM_THREADS": "2"}
     assert run.fault_tolerance.job_id == "7"
     assert run.trainer_arguments == (
-        *("--fault_tolerance.timeout_ms", "12000", "--training.steps", "50", "--metrics.enable_x"),
-        *("--fault_tolerance.job_id", "7"),
+        *("--launch.replicas", "2", "--fault_tolerance.timeout_ms", "12000", "--training.steps", "50", "--metrics.enable_x"),
+        *("--launch.env.OMP_NUM_THREADS", "2", "--fault_tolerance.job_id", "7"),
     )
 
 

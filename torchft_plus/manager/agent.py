@@ -13,15 +13,15 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
 
 import xxhash
 from torch.distributed import Store
 
 from lighthouse.client import LighthouseClient
 from lighthouse.events import EventLog
-from lighthouse.messages import Announce, Down, Form, Head, Process, Progress, Quorum, Retired, Revoke
+from lighthouse.messages import Down, Form, Head, Process, Progress, Quorum, Retired, Revoke, Up
 from torchft_plus.manager.desk import Desk
 from torchft_plus.manager.effects import ConnectMesh, Effect, Emit, SendPeers, SendUp, Tell, TellEach
 from torchft_plus.manager.group_link import LeaderHub, RankLink
@@ -290,12 +290,12 @@ class LeaderAgent(Agent):
         self._spawn(self._client.run())
         self._carry_out(self._core.start())
 
-    def _greet(self):  # type: ignore[no-untyped-def]
+    def _greet(self) -> list[Up]:
         assert self._core is not None
         self._core.progress = self._progress()
         return self._core.greet()
 
-    def _spawn(self, coroutine) -> None:  # type: ignore[no-untyped-def]
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._task_ended)
@@ -325,7 +325,7 @@ class LeaderAgent(Agent):
             self._carry_out(core.revoke(message.quorum_id, message.now, message.reason))
         elif isinstance(message, Retired):
             self._carry_out(core.retired(message.reason, message.left))
-        elif isinstance(message, Announce):
+        else:
             logger.warning("Lighthouse: %s", message.text)
             self._events.emit("announce", text=message.text)
 

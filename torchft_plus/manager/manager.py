@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed import ReduceOp, Store, TCPStore
 
 from lighthouse.events import EventLog
@@ -384,11 +385,17 @@ class Manager:
         self._started = True
         ready = pb.RankReady(
             initial_digest=self.state.digest(),
-            layout_digest="|".join([self.state.signature(), *(r.digest() for r in self._loop.reductions)]),
+            layout_digest=self._layout_digest(),
             state_address=self._server.address,
         )
         self._agent.report(pb.RankFrame(ready=ready))
         self._loop.wait_first_quorum()
+
+    def _layout_digest(self) -> str:
+        """One word for all that replicas must have in common besides the state itself."""
+        parts = [f"{name}={value}" for name, value in sorted(self.state.signature().items())]
+        parts += [reduction.digest() for reduction in self._loop.reductions]
+        return xxhash.xxh3_64("\n".join(parts).encode()).hexdigest()
 
     def _catch_up(self) -> bool:
         if not self._loop.boundary():
@@ -410,7 +417,7 @@ class Manager:
     def _emit_digest(self, final: bool = False) -> None:
         head = self._loop.head
         due = self._digest_every > 0 and (final or head.step % self._digest_every == 0)
-        if due and head.step > 0 and not self._loop.behind and not self._digested == head:
+        if due and head.step > 0 and not self._loop.behind and self._digested != head:
             self._digested = head
             self._events.emit("digest", step=head.step, quorum_id=head.quorum_id, digest=self.state.digest())
 
