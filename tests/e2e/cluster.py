@@ -1,0 +1,190 @@
+"""A run of real processes for tests: a Lighthouse and replica groups that can be killed, frozen and restarted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = Path(__file__).with_name("trainer.py")
+Event = dict[str, Any]
+
+
+class Timeout(AssertionError):
+    pass
+
+
+class Cluster:
+    """Starts and owns processes; everything is gone after ``close``."""
+
+    def __init__(self, folder: Path, *, min_replicas: int = 1, expected: int | None = None, **trainer: object) -> None:
+        self.folder = folder
+        self.events_folder = folder / "events"
+        self.events_folder.mkdir(parents=True, exist_ok=True)
+        self.trainer = {f"TRAINER_{name.upper()}": str(value) for name, value in trainer.items()}
+        self.timeout_ms = int(self.trainer.get("TRAINER_TIMEOUT_MS", "20000"))
+        self.processes: dict[str, list[subprocess.Popen[bytes]]] = {}
+        self.incarnations: dict[str, str] = {}
+        self.lighthouse: subprocess.Popen[bytes] | None = None
+        self.port = free_port()
+        self._min_replicas, self._expected = min_replicas, expected
+
+    # --- processes ---------------------------------------------------------------------------------------------
+
+    def environment(self, **more: str) -> dict[str, str]:
+        return {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TORCHFT_PLUS_EVENTS": str(self.events_folder),
+            "OMP_NUM_THREADS": "1",
+            "RES_OPTIONS": "timeout:1 attempts:1",
+            **more,
+        }
+
+    def start_lighthouse(self) -> None:
+        command = [
+            sys.executable, "-m", "lighthouse", "--bind", f"127.0.0.1:{self.port}", "--min_replicas", str(self._min_replicas),
+            "--timeout_ms", str(self.timeout_ms), "--store", str(self.folder / "lighthouse.sqlite"),
+        ]  # fmt: skip
+        if self._expected is not None:
+            command += ["--expected_replicas", str(self._expected)]
+        with (self.folder / "lighthouse.log").open("ab") as log:
+            self.lighthouse = subprocess.Popen(command, env=self.environment(), stdout=log, stderr=log)
+        until(lambda: answers(self.port), 20, "the Lighthouse does not listen")
+
+    def kill_lighthouse(self) -> None:
+        assert self.lighthouse is not None
+        self.lighthouse.kill()
+        self.lighthouse.wait()
+
+    def start(self, replica: str, ranks: int = 1) -> None:
+        """(Re)start a replica group of ``ranks`` processes."""
+        master_port = str(free_port())
+        incarnation = self.incarnations[replica] = uuid.uuid4().hex
+        self.processes[replica] = []
+        for rank in range(ranks):
+            environment = self.environment(
+                TORCHFT_LIGHTHOUSE=f"127.0.0.1:{self.port}", REPLICA_ID=replica, RANK=str(rank), WORLD_SIZE=str(ranks),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=master_port, TORCHFT_PLUS_INCARNATION=incarnation, **self.trainer,
+            )  # fmt: skip
+            with (self.folder / f"{replica}.{rank}.log").open("ab") as log:
+                self.processes[replica].append(
+                    subprocess.Popen([sys.executable, str(TRAINER)], env=environment, stdout=log, stderr=log)
+                )
+
+    def kill(self, replica: str, rank: int | None = None) -> float:
+        """SIGKILL a group (or one rank of it); returns when."""
+        for process in self._of(replica, rank):
+            process.kill()
+        when = time.time()
+        for process in self._of(replica, rank):
+            process.wait()
+        return when
+
+    def signal(self, replica: str, number: signal.Signals, rank: int | None = None) -> float:
+        for process in self._of(replica, rank):
+            process.send_signal(number)
+        return time.time()
+
+    def wait(self, replica: str, timeout_s: float = 60) -> int:
+        """Wait for all ranks of a group to end; the worst status."""
+        end = time.monotonic() + timeout_s
+        return max((process.wait(max(0.1, end - time.monotonic())) for process in self.processes[replica]), key=abs)
+
+    def close(self) -> None:
+        everything = [process for group in self.processes.values() for process in group]
+        for process in [*everything, *([self.lighthouse] if self.lighthouse else [])]:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def _of(self, replica: str, rank: int | None) -> list[subprocess.Popen[bytes]]:
+        group = self.processes[replica]
+        return group if rank is None else [group[rank]]
+
+    # --- events --------------------------------------------------------------------------------------------------
+
+    def events(self, replica: str, kind: str | None = None, rank: int = 0) -> list[Event]:
+        path = self.events_folder / f"{replica}.{rank}.jsonl"
+        if not path.exists():
+            return []
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        found = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [event for event in found if kind is None or event["kind"] == kind]
+
+    def step(self, replica: str) -> int:
+        return max((event["step"] for event in self.events(replica, "commit")), default=0)
+
+    def until_step(self, replica: str, step: int, timeout_s: float = 60) -> None:
+        until(lambda: self.step(replica) >= step, timeout_s, f"{replica} did not reach step {step}", self)
+
+    def until_event(self, replica: str, kind: str, timeout_s: float = 60, after: float = 0.0) -> Event:
+        def found() -> bool:
+            return any(event["time"] > after for event in self.events(replica, kind))
+
+        until(found, timeout_s, f"{replica} has no event {kind}", self)
+        return next(event for event in self.events(replica, kind) if event["time"] > after)
+
+    def assert_digests_equal(self, replicas: list[str], ranks: int = 1, at_least: int = 1) -> int:
+        """Every (step, quorum_id) has one digest over all replicas, for each group rank; returns how many were compared."""
+        compared = 0
+        for rank in range(ranks):
+            seen: dict[tuple[int, int], dict[str, set[str]]] = {}
+            for replica in replicas:
+                for event in self.events(replica, "digest", rank):
+                    key = (event["step"], event["quorum_id"])
+                    seen.setdefault(key, {}).setdefault(event["digest"], set()).add(replica)
+            for (step, quorum_id), digests in sorted(seen.items()):
+                assert len(digests) == 1, f"rank {rank}, step {step}, quorum {quorum_id}: {digests}"
+                compared += sum(len(who) for who in digests.values()) > 1
+        assert compared >= at_least, f"only {compared} digests were compared"
+        return compared
+
+    def assert_no_step_lost(self, replica: str) -> None:
+        """Steps of a survivor follow one another, each committed once with its own gradient, none refused."""
+        commits = self.events(replica, "commit")
+        steps = [event["step"] for event in commits]
+        assert steps == list(range(1, len(steps) + 1)), f"{replica} committed {steps}"
+        assert all(event["contributed"] for event in commits), f"{replica} did not contribute to every step"
+        assert self.events(replica, "refused") == []
+
+    def longest_gap(self, replica: str, start: float, end: float) -> float:
+        """Longest time between two commits around [start, end], in seconds."""
+        times = [event["time"] for event in self.events(replica, "commit")]
+        pairs = zip(times, times[1:], strict=False)
+        return max((b - a for a, b in pairs if b >= start and a <= end), default=0.0)
+
+    def logs(self) -> str:
+        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def answers(port: int) -> bool:
+    try:
+        with socket.create_connection(("127.0.0.1", port), 0.5):
+            return True
+    except OSError:
+        return False
+
+
+def until(condition: Callable[[], bool], timeout_s: float, what: str, cluster: Cluster | None = None) -> None:
+    """Wait for a fact that shows in files of other processes."""
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise Timeout(f"{what} within {timeout_s} s" + (f"\n{cluster.logs()}" if cluster else ""))
+        time.sleep(0.02)

@@ -1,0 +1,132 @@
+"""Real processes, real signals: whoever is killed, the others lose no step, and whoever returns is bit-identical."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+import pytest
+from cluster import Cluster
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
+GROUPS = ["replica_0", "replica_1", "replica_2"]
+MakeCluster = Callable[..., Cluster]
+
+
+def started(make: MakeCluster, groups: list[str], ranks: int = 1, **options: object) -> Cluster:
+    cluster = make(expected=len(groups), **options)
+    for group in groups:
+        cluster.start(group, ranks)
+    for group in groups:
+        cluster.until_step(group, 3)
+    return cluster
+
+
+def finish(cluster: Cluster, groups: list[str], survivors: list[str], ranks: int = 1) -> None:
+    """Let everybody train to the end, and check what must hold for everybody."""
+    for group in groups:
+        assert cluster.wait(group, 90) == 0, cluster.logs()
+    for survivor in survivors:
+        cluster.assert_no_step_lost(survivor)
+    cluster.assert_digests_equal(groups, ranks, at_least=3)
+    last = {group: cluster.events(group, "commit")[-1]["step"] for group in groups}
+    assert len(set(last.values())) == 1, last
+
+
+def test_undisturbed_replicas_stay_equal(make_cluster: MakeCluster) -> None:
+    cluster = started(make_cluster, GROUPS, steps=15)
+    finish(cluster, GROUPS, GROUPS)
+    assert [event["reason"] for group in GROUPS for event in cluster.events(group, "fault")] == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_killed_group_costs_nothing_and_comes_back(make_cluster: MakeCluster, rank: int) -> None:
+    cluster = started(make_cluster, GROUPS, steps=400)
+    members = cluster.events("replica_0", "quorum")[-1]["members"]
+    victim = members[rank]
+    survivors = [group for group in GROUPS if group != victim]
+    when = cluster.kill(victim)
+    step = cluster.step(survivors[0])
+    for survivor in survivors:
+        cluster.until_step(survivor, step + 3)
+    gaps = [cluster.longest_gap(survivor, when, when + 1) for survivor in survivors]
+    assert max(gaps) < 3, gaps  # the bench holds it to 0.3 s; a heartbeat timeout would be 1.7 s more
+    cluster.start(victim)
+    cluster.until_event(victim, "level", after=when)
+    finish(cluster, GROUPS, survivors)
+
+
+def test_two_of_three_killed_at_once(make_cluster: MakeCluster) -> None:
+    cluster = started(make_cluster, GROUPS, steps=400)
+    cluster.kill("replica_0")
+    cluster.kill("replica_2")
+    step = cluster.step("replica_1")
+    cluster.until_step("replica_1", step + 3)
+    cluster.start("replica_0")
+    cluster.start("replica_2")
+    finish(cluster, GROUPS, ["replica_1"])
+
+
+def test_a_group_killed_while_it_heals(make_cluster: MakeCluster) -> None:
+    cluster = started(make_cluster, GROUPS, steps=400, state_mb=64)
+    when = cluster.kill("replica_2")
+    cluster.start("replica_2")
+    cluster.until_event("replica_2", "fetch_started", after=when)
+    when = cluster.kill("replica_2")
+    cluster.start("replica_2")
+    cluster.until_event("replica_2", "level", after=when)
+    finish(cluster, GROUPS, ["replica_0", "replica_1"])
+
+
+def test_the_lighthouse_alone_is_not_missed(make_cluster: MakeCluster) -> None:
+    cluster = started(make_cluster, GROUPS, steps=150)
+    cluster.kill_lighthouse()
+    step = cluster.step("replica_0")
+    cluster.until_step("replica_0", step + 20)
+    cluster.start_lighthouse()
+    cluster.until_step("replica_0", step + 40)
+    finish(cluster, GROUPS, GROUPS)
+    assert all(len(cluster.events(group, "quorum")) == 1 for group in GROUPS[:1]), "it takes up the running quorum"
+
+
+def test_the_lighthouse_and_a_group_together(make_cluster: MakeCluster) -> None:
+    cluster = started(make_cluster, GROUPS, steps=400)
+    cluster.kill_lighthouse()
+    cluster.kill("replica_1")
+    cluster.start_lighthouse()
+    step = cluster.step("replica_0")
+    cluster.until_step("replica_0", step + 5)
+    cluster.start("replica_1")
+    finish(cluster, GROUPS, ["replica_0", "replica_2"])
+
+
+def test_a_frozen_group_is_left_behind_and_rejoins(make_cluster: MakeCluster) -> None:
+    cluster = started(make_cluster, GROUPS, steps=400, timeout_ms=12_000)
+    when = cluster.signal("replica_1", signal.SIGSTOP)
+    step = cluster.step("replica_0")
+    cluster.until_step("replica_0", step + 5, timeout_s=12)
+    cluster.signal("replica_1", signal.SIGCONT)
+    cluster.until_event("replica_1", "level", after=when)
+    finish(cluster, GROUPS, ["replica_0", "replica_2"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_rank_loses_its_group_only(make_cluster: MakeCluster, rank: int) -> None:
+    groups = GROUPS[:2]
+    cluster = started(make_cluster, groups, ranks=2, steps=250, fsdp=1)
+    when = cluster.kill("replica_1", rank)
+    assert cluster.wait("replica_1", 30) != 0
+    step = cluster.step("replica_0")
+    cluster.until_step("replica_0", step + 3)
+    cluster.start("replica_1", ranks=2)
+    cluster.until_event("replica_1", "level", after=when)
+    finish(cluster, groups, ["replica_0"], ranks=2)
+
+
+def test_sigterm_leaves_in_good_order(make_cluster: MakeCluster) -> None:
+    cluster = started(make_cluster, GROUPS, steps=60)
+    cluster.signal("replica_1", signal.SIGTERM)
+    assert cluster.wait("replica_1", 30) == 0
+    assert len(cluster.events("replica_1", "left")) == 1
+    finish(cluster, ["replica_0", "replica_2"], ["replica_0", "replica_2"])
+    assert [event for group in GROUPS for event in cluster.events(group, "fault")] == []

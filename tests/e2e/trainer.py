@@ -1,0 +1,82 @@
+"""A plain PyTorch training loop on torchft_plus, for tests that kill it. One rank of one replica group.
+
+Environment: what Manager reads, and TRAINER_STEPS, TRAINER_STEP_MS (sleep in each step, a stand-in for computing), TRAINER_WIDTH
+(of the model), TRAINER_STATE_MB (ballast in the state), TRAINER_TIMEOUT_MS, TRAINER_FSDP (1: FSDP2 inside the group).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchft_plus import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+
+def setting(name: str, default: int) -> int:
+    return int(os.environ.get(f"TRAINER_{name}", default))
+
+
+def build_model(width: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S")
+    torch.set_num_threads(1)
+    steps, width = setting("STEPS", 20), setting("WIDTH", 32)
+    model = build_model(width)
+    fsdp = setting("FSDP", 0) == 1
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    if fsdp:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    timeout_ms = setting("TIMEOUT_MS", 20_000)
+    manager = Manager(
+        ProcessGroupGloo(),
+        min_replica_size=setting("MIN_REPLICAS", 1),
+        timeout=timedelta(milliseconds=timeout_ms),
+        digest_every=1,
+    )
+    manager.state.register_module("model", model)
+    wrapped = DistributedDataParallel(manager, model)
+    inner = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = Optimizer(manager, inner)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.99)
+    manager.state.register_values("scheduler", scheduler.state_dict, scheduler.load_state_dict)
+    ballast = torch.zeros(setting("STATE_MB", 0) * 262_144)
+    manager.state.register_tensors("ballast", lambda: {"ballast": ballast})
+    replica = manager.replica_id()
+    seed = sum(replica.encode())
+    while manager.current_step() < steps:
+        before = manager.current_step()
+        optimizer.zero_grad()
+        time.sleep(setting("STEP_MS", 20) / 1000)
+        generator = torch.Generator().manual_seed(seed * 100_003 + manager.current_step())
+        batch = torch.randn(8, 16, generator=generator)
+        loss = (wrapped(batch) - batch.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        if manager.current_step() > before:
+            scheduler.step()
+    manager.shutdown()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
