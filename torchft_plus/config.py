@@ -184,10 +184,12 @@ class RunFile:
     launch: Launch
     lighthouse: LighthouseTable
     chaos: tuple[Chaos, ...] = ()
+    has_launch: bool = False
+    """The file has a [launch] table: the launcher can run it."""
     training: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """All other tables, as they stand in the file: they belong to the trainer."""
     trainer_arguments: tuple[str, ...] = ()
-    """Overrides that the trainer must see too: all but those of [launch] and [lighthouse]."""
+    """The overrides, as the trainer gets them: it reads the same file with the same command line."""
 
     @property
     def steps(self) -> int | None:
@@ -232,7 +234,6 @@ class RunFile:
         entries: Any = document.get("chaos", [])
         if not isinstance(entries, list):
             raise ConfigError("chaos is a single table, expected a list of tables: write [[chaos]].")
-        trainer = [o for o in overrides if o[0] not in ("launch", "lighthouse")]
         run = cls(
             path=path,
             fault_tolerance=load_table(
@@ -240,17 +241,18 @@ class RunFile:
             ),
             launch=load_table(Launch, document.get("launch", {}), "launch"),
             lighthouse=load_table(LighthouseTable, document.get("lighthouse", {}), "lighthouse"),
+            has_launch="launch" in document,
             chaos=tuple(
                 load_table(Chaos, entry, f"chaos[{index}]")
                 for index, entry in enumerate(cast(list[Mapping[str, Any]], entries))
             ),
             training={name: table for name, table in document.items() if name not in OWN_TABLES},
             trainer_arguments=tuple(
-                word for s, k, v in trainer for word in ([f"--{s}.{k}"] if v is None else [f"--{s}.{k}", v])
+                word for s, k, v in overrides for word in ([f"--{s}.{k}"] if v is None else [f"--{s}.{k}", v])
             ),
         )
         _check_fault_tolerance(run.fault_tolerance)
-        if "launch" in document:
+        if run.has_launch:
             run = _check_launch(run, "lighthouse" in document)
         elif run.chaos:
             raise ConfigError("[[chaos]] needs a [launch] table: faults are made by the launcher.")

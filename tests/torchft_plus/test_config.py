@@ -165,7 +165,15 @@ def test_overrides_go_before_the_file_and_pass_through_to_the_trainer(tmp_path: 
     assert run.launch.env == {"OMP_NUM_THREADS": "2"}
     assert run.fault_tolerance.job_id == "7"
     assert run.trainer_arguments == (
-        *("--launch.replicas", "2", "--fault_tolerance.timeout_ms", "12000", "--training.steps", "50", "--metrics.enable_x"),
+        *(
+            "--launch.replicas",
+            "2",
+            "--fault_tolerance.timeout_ms",
+            "12000",
+            "--training.steps",
+            "50",
+            "--metrics.enable_x",
+        ),
         *("--launch.env.OMP_NUM_THREADS", "2", "--fault_tolerance.job_id", "7"),
     )
 

@@ -1,0 +1,71 @@
+"""The summary of a run in words. Pure."""
+
+from __future__ import annotations
+
+from torchft_plus.launch.summary import DigestVerdict, ExitCode, Summary
+from torchft_plus.launch.timeline import Failure
+
+
+def summary_lines(summary: Summary) -> list[str]:
+    """What the launcher prints at the end, line by line."""
+    of = f" of {summary.steps_wanted}" if summary.steps_wanted is not None else ""
+    loss = f", loss {summary.loss:.4f}" if summary.loss is not None else ""
+    state = "finished" if summary.finished else f"NOT FINISHED ({summary.reason})"
+    lines = [f"Run {state}: {summary.steps}{of} steps committed{loss}, {summary.seconds:.1f} s."]
+    lines += [f"  announced: {text}" for text in summary.announcements]
+    for number, failure in enumerate(summary.failures, 1):
+        lines += _failure_lines(number, failure)
+    if summary.lost_steps:
+        lines.append(f"Steps lost by survivors: {len(summary.lost_steps)}.")
+        lines += [f"  {replica_id}, step {step}: {reason}" for replica_id, step, reason in summary.lost_steps]
+    else:
+        lines.append("Steps lost by survivors: 0.")
+    if summary.forked_steps:
+        steps = ", ".join(map(str, summary.forked_steps[:10]))
+        lines.append(f"TWO LINEAGES: committed under more than one quorum: steps {steps}.")
+    lines.append(_digest_line(summary.digests))
+    lines.append(_verdict_line(summary.exit_code))
+    return lines
+
+
+def _failure_lines(number: int, failure: Failure) -> list[str]:
+    by = ", injected" if failure.injected else ""
+    lines = [f"Failure {number}: {failure.what} after step {failure.step}{by}."]
+    for moment in sorted(failure.moments, key=lambda m: m.after_s):
+        note = f"  ({moment.note})" if moment.note else ""
+        lines.append(f"  +{moment.after_s:8.3f} s  {moment.name}{note}")
+    if failure.gap_s is not None:
+        normal = (
+            f"; a normal step takes {failure.normal_step_s:.3f} s"
+            if failure.normal_step_s is not None
+            else ""
+        )
+        lines.append(f"  survivors' longest gap between commits: {failure.gap_s:.3f} s{normal}")
+    if not failure.healed:
+        lines.append("  it had not contributed again when the run ended")
+    return lines
+
+
+def _digest_line(digests: DigestVerdict) -> str:
+    if digests.unequal:
+        return (
+            f"REPLICAS DIFFER: {digests.unequal} of {digests.compared} digests are unequal,"
+            f" first at step {digests.first_unequal_step}."
+        )
+    if digests.compared:
+        return f"Digests: {digests.compared} compared, all equal."
+    if digests.expected:
+        return "NO DIGESTS COMPARED although fault_tolerance.digest_every asks for them: nothing is proved."
+    return "Digests: not asked for (fault_tolerance.digest_every)."
+
+
+def _verdict_line(exit_code: int) -> str:
+    verdicts = {
+        ExitCode.GOOD: "all promises kept",
+        ExitCode.NOT_FINISHED: "the run did not finish",
+        ExitCode.REFUSED: "the trainer found its configuration wrong",
+        ExitCode.REPLICAS_DIFFER: "the replicas are not proved equal",
+        ExitCode.STEPS_LOST: "survivors lost steps",
+    }
+    known = {int(code): text for code, text in verdicts.items()}
+    return f"Exit status {exit_code}: {known.get(exit_code, 'ended by a signal')}."
