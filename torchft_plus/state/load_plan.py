@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -28,6 +28,7 @@ class LoadPlan:
         self.manifest = manifest
         self._targets = tuple(targets)
         self._starts = [spec.offset for spec in manifest.tensors]
+        self._lengths = [spec.size_bytes for spec in manifest.tensors]
         self._bounces: dict[int, torch.Tensor] = {}
         self._memory: list[memoryview] = []
         for index, (spec, target) in enumerate(zip(manifest.tensors, targets, strict=True)):
@@ -40,7 +41,8 @@ class LoadPlan:
 
     def memory(self, start: int, end: int) -> list[memoryview]:
         """The memory of data bytes ``[start, end)``, in order, without empty parts."""
-        return slice_memory(self._memory, self._starts, start, end)
+        parts = parts_between(self._lengths, self._starts, start, end)
+        return [self._memory[index][first:last] for index, first, last in parts]
 
     def finish(self) -> None:
         """All bytes are there and verified: move bounced tensors to their place."""
@@ -61,17 +63,19 @@ class LoadPlan:
         return {spec.name: target for spec, target in zip(self.manifest.tensors, self._targets, strict=True)}
 
 
-def slice_memory(
-    parts: Sequence[memoryview], starts: Sequence[int], start: int, end: int
-) -> list[memoryview]:
-    """The memory of ``[start, end)`` in parts that lie one after the other, part i from ``starts[i]`` on."""
-    views: list[memoryview] = []
+def parts_between(
+    lengths: Sequence[int], starts: Sequence[int], start: int, end: int
+) -> Iterator[tuple[int, int, int]]:
+    """Which parts make up ``[start, end)``, where part i has ``lengths[i]`` bytes and begins at
+    ``starts[i]``.
+
+    Yields:
+        Index of the part, first byte in it, and the byte behind the last; parts without bytes are left out.
+    """
     index = max(0, bisect_right(starts, start) - 1)
-    while index < len(parts) and starts[index] < end:
-        part = parts[index]
+    while index < len(starts) and starts[index] < end:
         first = max(0, start - starts[index])
-        last = min(len(part), end - starts[index])
+        last = min(lengths[index], end - starts[index])
         if first < last:
-            views.append(part[first:last])
+            yield index, first, last
         index += 1
-    return views

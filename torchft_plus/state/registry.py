@@ -85,8 +85,7 @@ class StateRegistry:
         self._sources: dict[str, Source] = {}
         self._holds_state = True
 
-    # --- registration
-    # ---------------------------------------------------------------------------------------------
+    # --- registration ---
 
     def register_module(self, name: str, module: nn.Module, local_buffers: Sequence[str] = ()) -> None:
         """Register the parameters and persistent buffers of ``module``; of DTensors the local shards.
@@ -200,8 +199,7 @@ class StateRegistry:
         source.capture()  # raises for what could not be sent later
         self._sources[source.name] = source
 
-    # --- reading
-    # --------------------------------------------------------------------------------------------------
+    # --- reading ---
 
     @property
     def holds_state(self) -> bool:
@@ -264,8 +262,7 @@ class StateRegistry:
         obstacles = (source.obstacle_to_catch_up() for source in self._sources.values())
         return tuple(obstacle for obstacle in obstacles if obstacle is not None)
 
-    # --- loading
-    # --------------------------------------------------------------------------------------------------
+    # --- loading ---
 
     def plan_load(self, manifest: Manifest) -> LoadPlan:
         """Check a donor's manifest against what is registered here, and find or allocate the memory for its

@@ -1,0 +1,176 @@
+"""One connection of a joiner to a donor's state server."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from urllib.parse import quote
+
+import xxhash
+
+from lighthouse.messages import Head
+from torchft_plus.state.errors import StateError
+from torchft_plus.state.http import (
+    ProtocolError,
+    Stream,
+    parse_response,
+    request_head,
+    split_address,
+)
+from torchft_plus.state.load_plan import LoadPlan
+from torchft_plus.state.manifest import PIECE_BYTES, head_name
+from torchft_plus.state.values import MAX_JSON_BYTES, parse_json
+
+_MAX_SENTENCE_BYTES = 4096
+
+
+class DonorRefusal(StateError):
+    """The donor answered with an error; ``status`` is that of HTTP."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Pieces that came, but not as they should."""
+
+    damaged: list[int]
+    """Their checksum is not what the donor sent."""
+    torn: list[int]
+    """They changed at the donor while it sent them."""
+
+    @property
+    def bad(self) -> list[int]:
+        """All that must be fetched again."""
+        return self.damaged + self.torn
+
+
+class DonorConnection:
+    """Asks one donor for parts of one version. Used by one thread.
+
+    Args:
+        address: "host:port" of the donor's state server.
+        head: the version.
+        reader: name under which the donor keeps checksums for us.
+        stall_ms: limit for connecting and for every wait for bytes.
+
+    Raises:
+        ValueError: ``address`` is malformed.
+        OSError: its host is not known.
+    """
+
+    def __init__(self, address: str, head: Head, reader: str, stall_ms: int) -> None:
+        self._host = address
+        self._path = f"/v1/state/{head_name(head)}"
+        self._reader = f"reader={quote(reader)}"
+        host, port = split_address(address)
+        family, _, _, _, self._target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._stream = Stream(socket.socket(family, socket.SOCK_STREAM))
+        self._stream.socket.settimeout(stall_ms / 1000)
+
+    def open(self) -> None:
+        """Connect. Raises OSError."""
+        self._stream.socket.connect(self._target)
+
+    def abort(self) -> None:
+        """Break off: the thread that uses this connection gets an OSError. Any thread."""
+        self._stream.abort()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._stream.close()
+
+    def manifest(self, wait_ms: int) -> bytearray:
+        """The manifest's text; the donor may wait up to ``wait_ms`` for its next boundary.
+
+        Raises:
+            DonorRefusal: 404 never, 503 not yet.
+            OSError: the connection broke or stalled.
+        """
+        self._ask("GET", f"/manifest?{self._reader}&wait_ms={wait_ms}")
+        return self._answer(MAX_JSON_BYTES)
+
+    def fetch(
+        self,
+        plan: LoadPlan,
+        first: int,
+        last: int,
+        released: Sequence[tuple[int, int]],
+        received: Callable[[int], None],
+    ) -> Outcome:
+        """Receive the pieces ``first <= i < last`` into the memory of ``plan`` and compare checksums.
+
+        Args:
+            plan: where the bytes go.
+            first: index of the first piece.
+            last: index behind the last piece.
+            released: data bytes that were verified since the last call, which the donor need not keep.
+            received: called with the size of each piece that has come.
+
+        Returns:
+            Which pieces must be fetched again.
+
+        Raises:
+            DonorRefusal: the donor does not have them any more.
+            OSError: the connection broke or stalled.
+        """
+        start, end = first * PIECE_BYTES, min(last * PIECE_BYTES, plan.manifest.size_bytes)
+        offset = plan.manifest.header_bytes
+        for released_start, released_end in released:
+            self._ask("POST", f"/release?{self._reader}&start={released_start}&end={released_end}")
+        self._ask("GET", f"?{self._reader}", {"Range": f"bytes={offset + start}-{offset + end - 1}"})
+        self._ask("GET", f"/checksums?{self._reader}&first={first}&last={last}")
+        for _ in released:
+            self._answer(0)
+        self._begin_answer(206, end - start)
+        computed: list[str] = []
+        for at in range(start, end, PIECE_BYTES):
+            views = plan.memory(at, min(end, at + PIECE_BYTES))
+            self._stream.read_into(views)
+            checksum = xxhash.xxh3_128()
+            for view in views:
+                checksum.update(view)
+            computed.append(checksum.hexdigest())
+            received(sum(map(len, views)))
+        sent = parse_json(self._answer(MAX_JSON_BYTES), "the list of checksums")
+        sums = sent if isinstance(sent, dict) else {}
+        outcome = Outcome([], [])
+        for piece, checksum in enumerate(computed, first):
+            if sums.get(str(piece)) is None:
+                outcome.torn.append(piece)
+            elif sums[str(piece)] != checksum:
+                outcome.damaged.append(piece)
+        return outcome
+
+    def release(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Tell the donor what it need not keep for us. Raises OSError."""
+        for start, end in ranges:
+            self._ask("POST", f"/release?{self._reader}&start={start}&end={end}")
+        for _ in ranges:
+            self._answer(0)
+
+    def _ask(self, method: str, rest: str, headers: dict[str, str] | None = None) -> None:
+        self._stream.write([request_head(method, self._path + rest, self._host, headers)])
+
+    def _begin_answer(self, status: int, content_bytes: int | None = None) -> int:
+        head = self._stream.read_head()
+        if head is None:
+            raise ProtocolError("the connection was closed before an answer came")
+        response = parse_response(head)
+        if response.status != status:
+            text = self._stream.read(min(response.content_bytes, _MAX_SENTENCE_BYTES))
+            raise DonorRefusal(response.status, text.decode("utf-8", "replace").strip()[:400])
+        if content_bytes is not None and response.content_bytes != content_bytes:
+            raise ProtocolError(
+                f"the answer has {response.content_bytes} bytes, asked for were {content_bytes}"
+            )
+        return response.content_bytes
+
+    def _answer(self, limit: int) -> bytearray:
+        size_bytes = self._begin_answer(200)
+        if size_bytes > limit:
+            raise ProtocolError(f"the answer has {size_bytes} bytes, above the bound of {limit}")
+        return self._stream.read(size_bytes)

@@ -1,0 +1,378 @@
+"""Fetching a version from its donors, straight into the joiner's tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from lighthouse.messages import Head
+from torchft_plus.state.donor_connection import DonorConnection, DonorRefusal
+from torchft_plus.state.errors import StateError
+from torchft_plus.state.load_plan import LoadPlan
+from torchft_plus.state.manifest import Manifest, head_name, parse_manifest
+from torchft_plus.state.registry import StateRegistry
+from torchft_plus.state.stripes import Stripes
+
+_MAX_FAILURES = 2
+_MAX_BAD_PIECES = 32
+_MAX_ANNOUNCED = 64
+_POLL_SECONDS = 0.02
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchReport:
+    """A version that was received completely and verified."""
+
+    head: Head
+    size_bytes: int
+    seconds: float
+    donors: tuple[str, ...]
+    """Addresses that gave something."""
+    refetched_bytes: int
+    """Bytes that were received more than once: damaged, torn, or lost with a donor before they were
+    verified."""
+    notes: tuple[str, ...]
+    """What went wrong on the way, one sentence each."""
+    plan: LoadPlan
+    """For ``StateRegistry.apply_tensors`` or ``CatchUp.take_state``; ``plan.manifest.values`` for
+    ``apply_values``."""
+
+
+def fetch_state(
+    registry: StateRegistry,
+    head: Head,
+    donors: Sequence[str],
+    *,
+    transfer_stall_ms: int = 15_000,
+    wait_ms: int | None = None,
+    cancel: threading.Event | None = None,
+    on_manifest: Callable[[Manifest], None] | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+    connections_per_donor: int | None = None,
+) -> FetchReport:
+    """Receive version ``head`` into the memory of the registered tensors. Blocks; for a background thread.
+
+    The bytes are written into live tensors, which is why nothing may be computed with them: from the first
+    byte on ``registry.holds_state`` is False, and it stays so after an error, until the result of a fetch is
+    applied on the training thread (``apply_values`` at the version's head, then ``apply_tensors``). Optimizer
+    state that does not exist here is allocated as the manifest says.
+
+    All donors are asked at once and share the work; one that breaks off, stalls, refuses or sends damaged
+    pieces is tried once more and then left out, and others fetch what it owed.
+
+    Args:
+        registry: where the state goes.
+        head: the version, compared as a whole.
+        donors: "host:port" of their state servers, of the same shard as ours.
+        transfer_stall_ms: a donor that sends no byte for this long has stalled.
+        wait_ms: how long donors may take to reach the boundary at which they can serve ``head``; default:
+            four stalls.
+        cancel: set it to end the fetch with an error.
+        on_manifest: called once, on a thread of the fetch, before the first byte of a tensor is received:
+            plain values first.
+        on_progress: called with verified and total bytes, on threads of the fetch.
+        connections_per_donor: default: 2 for a single donor, else 1.
+
+    Raises:
+        StateError: no donor could give all of it, something does not fit what is registered here, or it was
+            cancelled.
+    """
+    if not donors:
+        raise StateError(f"version {head_name(head)} cannot be fetched: there is no donor")
+    fetch = _Fetch(
+        registry,
+        head,
+        stall_ms=transfer_stall_ms,
+        wait_ms=4 * transfer_stall_ms if wait_ms is None else wait_ms,
+        connections=connections_per_donor or (2 if len(donors) == 1 else 1),
+        on_manifest=on_manifest or (lambda _: None),
+        on_progress=on_progress or (lambda _done, _total: None),
+    )
+    return fetch.run(list(dict.fromkeys(donors)), cancel or threading.Event())
+
+
+class _Fetch:
+    """One call of ``fetch_state``: a thread for each connection."""
+
+    def __init__(
+        self,
+        registry: StateRegistry,
+        head: Head,
+        *,
+        stall_ms: int,
+        wait_ms: int,
+        connections: int,
+        on_manifest: Callable[[Manifest], None],
+        on_progress: Callable[[int, int], None],
+    ) -> None:
+        self._registry = registry
+        self._head = head
+        self._stall_ms = stall_ms
+        self._wait_ms = wait_ms
+        self._connections = connections
+        self.width = connections
+        """How many connections share the work."""
+        self._on_manifest = on_manifest
+        self._on_progress = on_progress
+        self._reader = secrets.token_hex(8)
+        self._lock = threading.Lock()
+        self._plan: LoadPlan | None = None
+        self._plan_donor = ""
+        self._stripes: Stripes | None = None
+        self._open: set[DonorConnection] = set()
+        self._threads: list[threading.Thread] = []
+        self.stopped = False
+        self._moved = threading.Event()
+        self._working = 0
+        self._contributed: dict[str, None] = {}
+        self._notes: list[str] = []
+        self._error: BaseException | None = None
+
+    def run(self, donors: list[str], cancel: threading.Event) -> FetchReport:
+        """Fetch it; see ``fetch_state``."""
+        started = time.monotonic()
+        self.width *= len(donors)
+        for address in donors:
+            self._start(self._lead, address)
+        try:
+            while not (self._is_over() or cancel.is_set()):
+                self._moved.wait(_POLL_SECONDS)
+                self._moved.clear()
+        finally:
+            self._stop()
+        if self._error is not None:
+            raise self._error
+        plan, stripes = self._plan, self._stripes
+        if plan is None or stripes is None or not stripes.complete:
+            raise StateError(self._why_not(cancel.is_set()))
+        plan.finish()
+        return FetchReport(
+            head=self._head,
+            size_bytes=stripes.size_bytes,
+            seconds=time.monotonic() - started,
+            donors=tuple(self._contributed),
+            refetched_bytes=stripes.refetched_bytes,
+            notes=tuple(self._notes),
+            plan=plan,
+        )
+
+    # --- threads ---
+
+    def _start(self, target: Callable[[str], None], address: str) -> None:
+        thread = threading.Thread(
+            target=self._guard, args=(target, address), name=f"state-fetch-{address}", daemon=True
+        )
+        with self._lock:
+            self._threads.append(thread)
+            thread.start()
+
+    def _is_over(self) -> bool:
+        with self._lock:
+            complete = self._stripes is not None and self._stripes.complete and not self._working
+            return complete or self.stopped or not any(thread.is_alive() for thread in self._threads)
+
+    def _running(self) -> threading.Thread | None:
+        with self._lock:
+            return next((thread for thread in self._threads if thread.is_alive()), None)
+
+    def _stop(self) -> None:
+        with self._lock:
+            self.stopped = True
+            if self._stripes is not None:
+                self._stripes.stop()
+            for connection in self._open:
+                connection.abort()
+        while (thread := self._running()) is not None:
+            thread.join()
+
+    def _guard(self, target: Callable[[str], None], address: str) -> None:
+        try:
+            target(address)
+        except BaseException as error:  # noqa: BLE001 - raised again by run(), on the caller's thread
+            self._error = error
+            with self._lock:
+                self.stopped = True
+        finally:
+            self._moved.set()
+
+    def _why_not(self, cancelled: bool) -> str:
+        what = f"version {head_name(self._head)} could not be fetched"
+        if cancelled:
+            return f"{what}: it was cancelled"
+        if self._stripes is not None:
+            what += f" ({self._stripes.verified_bytes} of {self._stripes.size_bytes} bytes were)"
+        return f"{what}: " + "; ".join(self._notes)
+
+    def note(self, sentence: str) -> None:
+        """Something went wrong on the way."""
+        _log.warning("fetch of version %s: %s", head_name(self._head), sentence)
+        self._notes.append(sentence)
+
+    # --- one donor ---
+
+    def connect(self, address: str) -> DonorConnection:
+        """A new connection to a donor, which ends with the fetch. Raises OSError."""
+        connection = DonorConnection(address, self._head, self._reader, self._stall_ms)
+        with self._lock:
+            self._open.add(connection)
+        try:
+            if self.stopped:
+                raise ConnectionAbortedError("the fetch has ended")
+            connection.open()
+        except OSError:
+            self.disconnect(connection)
+            raise
+        return connection
+
+    def disconnect(self, connection: DonorConnection) -> None:
+        """Close a connection."""
+        with self._lock:
+            self._open.discard(connection)
+        connection.close()
+
+    def _lead(self, address: str) -> None:
+        """First connection to a donor: its manifest, then its share of the stripes."""
+        try:
+            manifest = self._ask_manifest(address)
+            if manifest is None:
+                return
+            self._accept(address, manifest)
+        except (OSError, ValueError, StateError) as error:
+            if not self.stopped:
+                self.note(f"donor {address}: {_describe(error)}")
+            return
+        for _ in range(self._connections - 1):
+            self._start(self._work, address)
+        self._work(address)
+
+    def _ask_manifest(self, address: str) -> Manifest | None:
+        deadline = time.monotonic() + self._wait_ms / 1000
+        failures = 0
+        while not self.stopped:
+            left_ms = int(1000 * (deadline - time.monotonic()))
+            try:
+                connection = self.connect(address)
+                try:
+                    text = connection.manifest(max(0, min(left_ms, self._stall_ms // 2)))
+                finally:
+                    self.disconnect(connection)
+                return parse_manifest(text, self._head)
+            except DonorRefusal as error:
+                if error.status != 503 or left_ms <= 0:
+                    raise
+            except OSError:
+                failures += 1
+                if failures >= _MAX_FAILURES or self.stopped:
+                    raise
+        return None
+
+    def _accept(self, address: str, manifest: Manifest) -> None:
+        """The first manifest that fits is the plan; the others must be the same."""
+        with self._lock:
+            if self._plan is None:
+                plan = self._registry.plan_load(manifest)
+                self._on_manifest(manifest)
+                self._registry.begin_load()
+                self._plan, self._plan_donor, self._stripes = plan, address, Stripes(manifest.size_bytes)
+                return
+            first = self._plan.manifest
+        if replace(manifest, header_bytes=first.header_bytes) != first:
+            raise StateError(f"its manifest differs from that of {self._plan_donor} for the same version")
+
+    def _work(self, address: str) -> None:
+        """Fetch stripes from one donor until nothing is wanted, or the donor has failed too often."""
+        plan, stripes = self._plan, self._stripes
+        assert plan is not None
+        assert stripes is not None
+        with self._lock:
+            self._working += 1
+        try:
+            _Worker(self, address, plan, stripes).run()
+        finally:
+            with self._lock:
+                self._working -= 1
+            self._moved.set()
+
+    def contributed(self, address: str, stripes: Stripes) -> None:
+        """A stripe from ``address`` is verified."""
+        self._contributed[address] = None
+        self._on_progress(stripes.verified_bytes, stripes.size_bytes)
+
+
+class _Worker:
+    """One connection of a fetch that takes stripes; connects again once after a failure."""
+
+    def __init__(self, fetch: _Fetch, address: str, plan: LoadPlan, stripes: Stripes) -> None:
+        self._fetch = fetch
+        self._address = address
+        self._plan = plan
+        self._stripes = stripes
+        self._connection: DonorConnection | None = None
+        self._announced = 0
+        self._failures = 0
+        self._bad_pieces = 0
+
+    def run(self) -> None:
+        """Take stripes until there are none, or this donor is given up."""
+        try:
+            while self._failures < _MAX_FAILURES and self._bad_pieces < _MAX_BAD_PIECES:
+                stripe = self._stripes.take(self._fetch.width)
+                if stripe is None:
+                    break
+                self._fetch_stripe(*stripe)
+            if self._stripes.complete and self._connection is not None:
+                with contextlib.suppress(
+                    OSError, StateError
+                ):  # a courtesy: the donor lets go by itself later
+                    self._connection.release([(0, self._stripes.size_bytes)])
+        finally:
+            self._disconnect()
+
+    def _fetch_stripe(self, first: int, last: int) -> None:
+        received_bytes = 0
+
+        def received(count: int) -> None:
+            nonlocal received_bytes
+            received_bytes += count
+
+        bad = list(range(first, last))
+        try:
+            if self._connection is None:
+                self._connection = self._fetch.connect(self._address)
+                self._announced = 0
+            news = self._stripes.verified_since(self._announced)[-_MAX_ANNOUNCED:]
+            outcome = self._connection.fetch(self._plan, first, last, news, received)
+            self._announced += len(news)
+            self._failures = 0
+            self._bad_pieces += len(outcome.bad)
+            bad = outcome.bad
+            if outcome.damaged:
+                self._fetch.note(
+                    f"donor {self._address}: pieces {outcome.damaged} came damaged and are fetched again"
+                )
+        except (OSError, StateError) as error:
+            self._failures += _MAX_FAILURES if isinstance(error, StateError) else 1
+            self._disconnect()
+            if not self._fetch.stopped:
+                self._fetch.note(f"donor {self._address}: {_describe(error)}")
+        finally:
+            self._stripes.settle(first, last, bad, received_bytes)
+        if len(bad) < last - first:
+            self._fetch.contributed(self._address, self._stripes)
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._fetch.disconnect(self._connection)
+            self._connection = None
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return "no byte came within transfer_stall_ms"
+    return str(error) or type(error).__name__

@@ -1,0 +1,269 @@
+"""The little HTTP/1.1 that state transfer needs: bounded heads parsed by hand, bytes straight from and into
+memory."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from urllib.parse import parse_qsl, urlsplit
+
+MAX_HEAD_BYTES = 16 << 10
+_MAX_VECTORS = 256
+_REASONS = {
+    200: "OK",
+    206: "Partial Content",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    410: "Gone",
+    416: "Range Not Satisfiable",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+
+class HttpError(Exception):
+    """A request that is refused with a status and a sentence."""
+
+    def __init__(self, status: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class ProtocolError(ConnectionError):
+    """The other side does not speak our HTTP."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Head of a request."""
+
+    method: str
+    path: str
+    query: dict[str, str]
+    headers: dict[str, str]
+    """Names in lower case."""
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """An integer of the query, from 0 to 2**62.
+
+        Raises:
+            HttpError: it is missing and has no default, or is no such integer.
+        """
+        text = self.query.get(name)
+        if text is None and default is not None:
+            return default
+        if text is None or not re.fullmatch(r"[0-9]{1,19}", text) or int(text) > 1 << 62:
+            raise HttpError(400, f"the query needs {name}=N, a number from 0 to 2**62")
+        return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """Head of a response."""
+
+    status: int
+    content_bytes: int
+
+
+def _parse_headers(lines: Sequence[str]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for line in lines:
+        name, colon, value = line.partition(":")
+        if not colon or not name or name != name.strip():
+            raise HttpError(400, "a header line of the request is malformed")
+        headers[name.lower()] = value.strip()
+    return headers
+
+
+def parse_request(head: bytes) -> Request:
+    """Parse the head of a request, up to its empty line.
+
+    Raises:
+        HttpError: it is malformed or announces a body.
+    """
+    try:
+        lines = head.decode("ascii").removesuffix("\r\n\r\n").split("\r\n")
+    except UnicodeDecodeError:
+        raise HttpError(400, "the request's head is not ASCII") from None
+    parts = lines[0].split(" ")
+    if len(parts) != 3 or not parts[1].startswith("/") or parts[2] not in ("HTTP/1.1", "HTTP/1.0"):
+        raise HttpError(400, "the request line must be METHOD /path HTTP/1.1")
+    headers = _parse_headers(lines[1:])
+    if headers.get("content-length", "0") != "0" or "transfer-encoding" in headers:
+        raise HttpError(400, "requests with a body are not accepted")
+    try:
+        url = urlsplit(parts[1])
+        query = dict(parse_qsl(url.query, max_num_fields=16))
+    except ValueError:
+        raise HttpError(400, "the request's address is malformed") from None
+    return Request(parts[0], url.path, query, headers)
+
+
+def parse_range(text: str | None, size_bytes: int) -> tuple[int, int] | None:
+    """The bytes ``[start, end)`` that a ``Range`` header asks for; None if there is no header.
+
+    Raises:
+        HttpError: it is malformed, has several ranges, or lies outside of ``size_bytes``.
+    """
+    if text is None:
+        return None
+    match = re.fullmatch(r"bytes=([0-9]{0,19})-([0-9]{0,19})", text)
+    if match is None or not (match[1] or match[2]):
+        raise HttpError(416, "Range must be one range, bytes=FIRST-LAST")
+    if not match[1]:
+        start, end = max(0, size_bytes - int(match[2])), size_bytes
+    else:
+        start = int(match[1])
+        end = min(size_bytes, int(match[2]) + 1) if match[2] else size_bytes
+    if start >= end:
+        raise HttpError(416, f"Range lies outside of the {size_bytes} bytes")
+    return start, end
+
+
+def response_head(status: int, content_bytes: int, headers: Mapping[str, str] | None = None) -> bytes:
+    """Head of a response."""
+    lines = [f"HTTP/1.1 {status} {_REASONS[status]}", f"Content-Length: {content_bytes}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
+
+
+def request_head(method: str, path: str, host: str, headers: Mapping[str, str] | None = None) -> bytes:
+    """Head of a request without a body."""
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
+    lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
+
+
+def parse_response(head: bytes) -> Response:
+    """Parse the head of a response.
+
+    Raises:
+        ProtocolError: it is malformed or has no length.
+    """
+    lines = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
+    match = re.fullmatch(r"HTTP/1\.[01] ([0-9]{3})(?: .*)?", lines[0])
+    try:
+        length = _parse_headers(lines[1:]).get("content-length", "")
+    except HttpError:
+        length = ""
+    if match is None or not re.fullmatch(r"[0-9]{1,18}", length):
+        raise ProtocolError("the answer is no HTTP response with a length")
+    return Response(int(match[1]), int(length))
+
+
+class Views:
+    """A cursor over the memory that a message comes from or goes to."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = [view for view in views if len(view)]
+        self._index = 0
+
+    def batch(self) -> list[memoryview]:
+        """The next memory, for one system call; empty at the end."""
+        return self._views[self._index : self._index + _MAX_VECTORS]
+
+    def advance(self, count: int) -> None:
+        """``count`` bytes of it are done."""
+        while count:
+            view = self._views[self._index]
+            if count < len(view):
+                self._views[self._index] = view[count:]
+                return
+            count -= len(view)
+            self._index += 1
+
+
+class Stream:
+    """A connected socket with a timeout: heads are read by hand, bodies go straight to and from memory."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self._left = b""
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def read_head(self) -> bytes | None:
+        """The next head with its empty line; None if the other side closed between two heads.
+
+        Raises:
+            ProtocolError: it is longer than 16 KiB or breaks off.
+            OSError: the connection broke, or nothing came within the timeout.
+        """
+        head = self._left
+        while (end := head.find(b"\r\n\r\n")) < 0:
+            if len(head) > MAX_HEAD_BYTES:
+                raise ProtocolError(f"a head is longer than {MAX_HEAD_BYTES} bytes")
+            data = self.socket.recv(MAX_HEAD_BYTES)
+            if not data:
+                if head:
+                    raise ProtocolError("the connection broke off inside of a head")
+                return None
+            head += data
+        self._left = head[end + 4 :]
+        return head[: end + 4]
+
+    def read_into(self, views: Sequence[memoryview]) -> None:
+        """Fill ``views`` in order.
+
+        Raises:
+            ProtocolError: the other side closed before all bytes were there.
+            OSError: the connection broke, or nothing came within the timeout.
+        """
+        target = Views(views)
+        while batch := target.batch():
+            if self._left:
+                count = min(len(self._left), len(batch[0]))
+                batch[0][:count] = self._left[:count]
+                self._left = self._left[count:]
+            else:
+                count = self.socket.recvmsg_into(batch)[0]
+                if not count:
+                    raise ProtocolError("the connection broke off inside of an answer")
+            target.advance(count)
+
+    def read(self, count: int) -> bytearray:
+        """The next ``count`` bytes; errors as ``read_into``."""
+        data = bytearray(count)
+        self.read_into([memoryview(data)])
+        return data
+
+    def write(self, views: Sequence[memoryview | bytes]) -> None:
+        """Send ``views`` in order.
+
+        Raises:
+            OSError: the connection broke, or the other side took nothing within the timeout.
+        """
+        source = Views([memoryview(view) for view in views])
+        while batch := source.batch():
+            source.advance(self.socket.sendmsg(batch))
+
+    def abort(self) -> None:
+        """A thread that connects, reads or writes gets an error at once. Any thread."""
+        with contextlib.suppress(OSError):  # the other side may have closed it
+            self.socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection. Only for the thread that uses it: the number of a closed descriptor is used
+        again."""
+        self.abort()
+        self.socket.close()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of "host:port" or "[IPv6]:port".
+
+    Raises:
+        ValueError: it is no such text.
+    """
+    match = re.fullmatch(r"(?:\[([^\]]+)\]|([^:\[\]]+)):([0-9]{1,5})", address)
+    if match is None or int(match[3]) > 65535:
+        raise ValueError(f"address {address[:120]!r} is not host:port")
+    return match[1] or match[2], int(match[3])
+
+
+def join_address(host: str, port: int) -> str:
+    """Inverse of ``split_address``."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -1,0 +1,329 @@
+"""The state server of one rank: its versions over HTTP, as safetensors files."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import socket
+import threading
+
+import xxhash
+
+from lighthouse.messages import Head
+from torchft_plus.state.errors import StateError
+from torchft_plus.state.http import (
+    HttpError,
+    Request,
+    Stream,
+    join_address,
+    parse_range,
+    parse_request,
+    response_head,
+)
+from torchft_plus.state.manifest import PIECE_BYTES, head_name, parse_head
+from torchft_plus.state.registry import StateRegistry
+from torchft_plus.state.version import Version
+from torchft_plus.state.version_store import NotServed, NotYetServed, VersionStore
+
+DEFAULT_TRANSFER_STALL_MS = 15_000
+_MAX_CONNECTIONS = 64
+_MAX_READER_CHARACTERS = 64
+_LINGER_STALLS = 8
+_log = logging.getLogger(__name__)
+
+
+class StateServer:
+    """Serves versions of the registered state; donors never wait for readers.
+
+    What the Manager calls, on the way of a step:
+
+    - ``publish(head)`` at the boundary in ``start_step`` and again in ``finish_step`` while nothing has
+    changed yet.
+      A microsecond if nobody wants this head. If somebody does (``pin``, or a request that is waiting),
+      references to the tensors and copies of the plain values of this moment are taken, and buffers that a
+      forward may change are copied.
+    - ``before_update()`` before anything registered changes: the optimizer step, schedulers, positions. It is
+    a last chance to
+      capture the published head, and then copies what readers have not verified yet; a microsecond if nobody
+      reads.
+    - ``pin(head, readers)`` when a quorum with joiners is adopted, on any thread: the next of the calls above
+      captures ``head``. ``unpin(head)`` when the joiners are level or gone; a pin that no reader uses for
+      eight times ``transfer_stall_ms`` is void by itself.
+    - ``withdraw()`` when this replica is not level any more: nothing is served until the next ``publish``.
+
+    Addresses (all answers have a length; errors are one sentence of text):
+
+    - ``GET /v1/state``: heads that can be read, as JSON.
+    - ``GET /v1/state/{step}-{quorum_id}``: the safetensors file, with ``Range`` and ``HEAD``. With
+    ``?reader=NAME`` a checksum is
+      kept of each piece that is sent.
+    - ``GET .../manifest?reader=NAME&wait_ms=N``: the manifest; waits for a boundary.
+    - ``GET .../checksums?reader=NAME&first=I&last=J``: ``{piece: xxh3_128 or null}`` as sent to that reader;
+    null means that the
+      piece changed while it was sent and must be asked for again.
+    - ``POST .../release?reader=NAME&start=A&end=B``: the reader has verified these data bytes.
+
+    Statuses: 404 will never be served, 410 these bytes were let go, 503 not yet.
+
+    Args:
+        registry: the state.
+        bind: host name or address to listen on (IPv4 or IPv6), or a wildcard, which needs ``advertise``.
+        port: 0 takes a free one.
+        advertise: host that readers are told; default: ``bind``.
+        transfer_stall_ms: a reader that takes no byte for this long is cut off.
+
+    Raises:
+        StateError: it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        registry: StateRegistry,
+        *,
+        bind: str = "127.0.0.1",
+        port: int = 0,
+        advertise: str | None = None,
+        transfer_stall_ms: int = DEFAULT_TRANSFER_STALL_MS,
+    ) -> None:
+        if bind in ("", "0.0.0.0", "::") and advertise is None:
+            raise StateError(
+                f"bind {bind!r} is a wildcard: say with advertise which host readers are to be told"
+            )
+        self._store = VersionStore(registry, _LINGER_STALLS * transfer_stall_ms)
+        self._stall_ms = transfer_stall_ms
+        self._listener = _listen(bind, port)
+        self.address = join_address(advertise or bind, self._listener.getsockname()[1])
+        """"host:port" for readers."""
+        self._lock = threading.Lock()
+        self._connections: dict[threading.Thread, Stream] = {}
+        self._closed = threading.Event()
+        self._acceptor = threading.Thread(target=self._accept, name="state-server", daemon=True)
+        self._acceptor.start()
+
+    # --- training side ---
+
+    def publish(self, head: Head) -> None:
+        """From now on the registered state is that of ``head``, until ``before_update``. Training thread.
+
+        Raises:
+            StateError: a fetch has begun and not been applied, so there is no state to publish.
+        """
+        self._store.publish(head)
+
+    def before_update(self) -> int:
+        """The registered state is about to change. Training thread; never waits for a reader.
+
+        Returns:
+            Bytes that were copied for readers.
+        """
+        return self._store.before_update()
+
+    def pin(self, head: Head, readers: int = 1) -> None:
+        """``readers`` readers will come for ``head``: keep it for them. Any thread."""
+        self._store.pin(head, readers)
+
+    def unpin(self, head: Head) -> None:
+        """Nobody will come for ``head`` any more. Any thread."""
+        self._store.unpin(head)
+
+    def withdraw(self) -> None:
+        """No more readers are served until the next ``publish``. Any thread."""
+        self._store.withdraw()
+
+    def close(self) -> None:
+        """Stop serving and end all threads. Any thread but the server's own."""
+        self._store.withdraw()
+        with self._lock:
+            self._closed.set()
+            threads = dict(self._connections)
+        with contextlib.suppress(OSError):  # not every system lets a listener be shut down
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for stream in threads.values():
+            stream.abort()
+        for thread in [self._acceptor, *threads]:
+            thread.join(self._stall_ms / 1000)
+
+    # --- connections ---
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError as error:
+                # Out of descriptors, or a reader that left at once: serve the next one. Closing comes here,
+                # too.
+                if self._closed.wait(0.05):
+                    return
+                _log.warning("a reader of state could not be accepted: %s", error)
+                continue
+            connection.settimeout(self._stall_ms / 1000)
+            stream = Stream(connection)
+            thread = threading.Thread(target=self._serve, args=(stream,), name="state-reader", daemon=True)
+            with self._lock:
+                if self._closed.is_set() or len(self._connections) >= _MAX_CONNECTIONS:
+                    stream.close()
+                    continue
+                self._connections[thread] = stream
+                thread.start()
+
+    def _serve(self, stream: Stream) -> None:
+        try:
+            while (head := stream.read_head()) is not None:
+                if not self._answer(stream, head):
+                    break
+        except OSError as error:
+            _log.info("a reader of state is gone: %s", error)
+        finally:
+            stream.close()
+            with self._lock:
+                self._connections.pop(threading.current_thread(), None)
+
+    def _answer(self, stream: Stream, head: bytes) -> bool:
+        """Answer one request; False if the connection cannot be used any more."""
+        try:
+            request = parse_request(head)
+        except HttpError as error:
+            _send_text(stream, error.status, str(error), True)
+            return False
+        body = request.method != "HEAD"
+        try:
+            return self._route(stream, request)
+        except HttpError as error:
+            _send_text(stream, error.status, str(error), body)
+        except NotServed as error:
+            _send_text(stream, 404, str(error), body)
+        except NotYetServed as error:
+            _send_text(stream, 503, str(error), body)
+        return request.headers.get("connection", "").lower() != "close"
+
+    def _route(self, stream: Stream, request: Request) -> bool:
+        parts = request.path.strip("/").split("/")
+        action = parts[3] if len(parts) == 4 else ""
+        if (
+            parts[:2] != ["v1", "state"]
+            or len(parts) > 4
+            or action not in ("", "manifest", "checksums", "release")
+        ):
+            raise HttpError(404, "there is nothing here: ask for /v1/state or /v1/state/{step}-{quorum_id}")
+        if request.method not in (("POST",) if action == "release" else ("GET", "HEAD")):
+            raise HttpError(405, f"{request.method[:16]} is not how this is asked for")
+        if len(parts) == 2:
+            published, served = self._store.served()
+            names = {
+                "published": None if published is None else head_name(published),
+                "served": [head_name(head) for head in served],
+            }
+            _send(stream, json.dumps(names).encode(), "application/json", request)
+            return True
+        head = parse_head(parts[2])
+        if head is None:
+            raise HttpError(404, f"{parts[2][:80]!r} is not the name of a version, {{step}}-{{quorum_id}}")
+        reader = request.query.get("reader")
+        if reader is not None and not 0 < len(reader) <= _MAX_READER_CHARACTERS:
+            raise HttpError(400, f"reader must have 1 to {_MAX_READER_CHARACTERS} characters")
+        wait_ms = min(request.integer("wait_ms", self._stall_ms // 2), self._stall_ms // 2)
+        version = self._store.acquire(head, wait_ms, reader)
+        if not action:
+            return self._send_file(stream, request, version, reader)
+        if action == "manifest":
+            _send(stream, version.manifest(), "application/json", request)
+        elif reader is None:
+            raise HttpError(400, f"{action} is kept per reader: add ?reader=NAME")
+        elif action == "checksums":
+            self._send_checksums(stream, request, version, reader)
+        else:
+            start, end = request.integer("start"), request.integer("end")
+            with self._store.changed:
+                version.release(reader, start, end)
+            _send(stream, b"", "text/plain", request)
+        return True
+
+    def _send_checksums(self, stream: Stream, request: Request, version: Version, reader: str) -> None:
+        first, last = request.integer("first"), request.integer("last")
+        pieces = -(-version.size_bytes // PIECE_BYTES)
+        with self._store.changed:
+            checksums = version.checksums(reader, first, min(last, pieces))
+        _send(stream, json.dumps(checksums).encode(), "application/json", request)
+
+    def _send_file(self, stream: Stream, request: Request, version: Version, reader: str | None) -> bool:
+        """Send the file or a range of it; False if it had to break off."""
+        header = version.header()
+        size_bytes = len(header) + version.size_bytes
+        wanted = parse_range(request.headers.get("range"), size_bytes)
+        start, end = wanted or (0, size_bytes)
+        headers = {"Content-Type": "application/octet-stream", "Accept-Ranges": "bytes"}
+        if wanted is not None:
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{size_bytes}"
+        answer = response_head(206 if wanted else 200, end - start, headers)
+        if request.method == "HEAD":
+            stream.write([answer])
+            return True
+        first = max(0, start - len(header))
+        with version.hold(first, end - len(header)) as hold:
+            stop = min(end - len(header), (first // PIECE_BYTES + 1) * PIECE_BYTES)
+            if first < stop:
+                with self._store.changed:
+                    _require(version, first, stop)
+            stream.write([answer, header[start:end]])
+            while hold.start < hold.end:
+                if not self._send_piece(stream, version, hold.start, hold.end, reader):
+                    return False
+                hold.start = min(hold.end, (hold.start // PIECE_BYTES + 1) * PIECE_BYTES)
+        return True
+
+    def _send_piece(self, stream: Stream, version: Version, start: int, end: int, reader: str | None) -> bool:
+        """Send the bytes from ``start`` to the end of their piece, and keep a checksum for a reader that has
+        a name."""
+        piece_index = start // PIECE_BYTES
+        stop = min(end, (piece_index + 1) * PIECE_BYTES)
+        try:
+            with self._store.changed:
+                # Without a name nobody can ask for torn pieces again: send from a copy then.
+                piece = version.read(start, stop, copy=reader is None)
+        except StateError as error:
+            _log.info("an answer breaks off: %s", error)
+            return False
+        memory = piece.memory()
+        if reader is None:
+            stream.write(memory)
+            return True
+        checksum = xxhash.xxh3_128()
+        for view in memory:
+            checksum.update(view)
+        stream.write(memory)
+        whole = start % PIECE_BYTES == 0 and stop == min(version.size_bytes, (piece_index + 1) * PIECE_BYTES)
+        if whole:
+            with self._store.changed:
+                intact = version.is_intact(piece)
+                version.record_checksum(reader, piece_index, checksum.hexdigest() if intact else None)
+        return True
+
+
+def _require(version: Version, start: int, end: int) -> None:
+    try:
+        version.read(start, end, copy=False)
+    except StateError as error:
+        raise HttpError(410, str(error)) from error
+
+
+def _listen(bind: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        return socket.create_server(address[:2], family=family, backlog=_MAX_CONNECTIONS)
+    except OSError as error:
+        raise StateError(f"the state server cannot listen on {bind!r}, port {port}: {error}") from error
+
+
+def _send(stream: Stream, body: bytes, content_type: str, request: Request) -> None:
+    head = response_head(200, len(body), {"Content-Type": content_type})
+    stream.write([head] if request.method == "HEAD" else [head, body])
+
+
+def _send_text(stream: Stream, status: int, text: str, with_body: bool) -> None:
+    body = (text + "\n").encode()
+    head = response_head(status, len(body), {"Content-Type": "text/plain; charset=utf-8"})
+    stream.write([head, body] if with_body else [head])

@@ -1,0 +1,224 @@
+"""Immutable versions of the state, and which of them are kept. No sockets.
+
+A version starts as references to live tensors. Just before the training thread changes them
+(``before_update``), the version copies what its readers still need, and lets go of the rest; nobody ever
+waits for a reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Condition
+
+import torch
+
+from lighthouse.messages import Head
+from torchft_plus.state.errors import StateError
+from torchft_plus.state.load_plan import parts_between
+from torchft_plus.state.manifest import Manifest, head_name, safetensors_header
+from torchft_plus.state.memory import bytes_of, contiguous_local, is_plain_memory
+from torchft_plus.state.ranges import RangeSet
+from torchft_plus.state.registry import Snapshot
+
+_MAX_READERS = 256
+
+
+@dataclass(slots=True)
+class Pin:
+    """Why a version is kept: readers are expected, or have come and not released all of it."""
+
+    expected: int
+    deadline: float
+    """On the store's clock: no reader has come or asked until then, and the pin is void."""
+    released: dict[str, RangeSet] = field(default_factory=dict[str, RangeSet])
+    """What each reader has received and verified."""
+
+    def needs(self, start: int, end: int) -> bool:
+        """True if somebody may still ask for data bytes ``[start, end)``."""
+        if len(self.released) < self.expected:
+            return True
+        return any(not ranges.covers(start, end) for ranges in self.released.values())
+
+
+@dataclass(slots=True)
+class Hold:
+    """A response that is being sent: it needs ``[start, end)``."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes that were looked up under the lock and are sent without it."""
+
+    origins: tuple[tuple[int, torch.Tensor], ...]
+    """Index of the tensor and its memory at the time."""
+    parts: tuple[torch.Tensor, ...]
+
+    def memory(self) -> list[memoryview]:
+        """The bytes in order; those of an accelerator are copied to the host."""
+        return [part.cpu().numpy().data for part in self.parts]
+
+
+class Version:
+    """The state of one head. All methods but ``manifest`` and ``header`` are for holders of ``changed``.
+
+    Args:
+        head: whose state it is.
+        snapshot: taken at this moment, on the training thread.
+        signature: of the registry.
+        changed: lock of the store.
+    """
+
+    def __init__(self, head: Head, snapshot: Snapshot, signature: dict[str, str], changed: Condition) -> None:
+        self.head = head
+        self.live = True
+        """Some memory is still that of the training tensors."""
+        self.pin: Pin | None = None
+        self._changed = changed
+        self._specs = snapshot.specs()
+        self._starts = [spec.offset for spec in self._specs]
+        self._lengths = [spec.size_bytes for spec in self._specs]
+        self._memory: list[torch.Tensor | None] = []
+        self._copied: list[bool] = []
+        for name, entry in snapshot.entries:
+            local = contiguous_local(entry.local, name)
+            copied = not is_plain_memory(entry.local)
+            if entry.changes_in_forward and not copied:
+                local, copied = local.clone(), True
+            self._memory.append(bytes_of(local))
+            self._copied.append(copied)
+        self._holds: list[Hold] = []
+        self._checksums: dict[str, dict[int, str | None]] = {}
+        self._values, self._trees, self._signature = snapshot.values, snapshot.trees, signature
+        self._header: bytes | None = None
+        self._manifest: bytes | None = None
+
+    # --- what it is ---
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the data."""
+        return self._specs[-1].end if self._specs else 0
+
+    def header(self) -> bytes:
+        """Header of the safetensors file; made on first use, any thread."""
+        if self._header is None:
+            self._header = safetensors_header(self.head, self._specs)
+        return self._header
+
+    def manifest(self) -> bytes:
+        """The manifest as JSON; made on first use, any thread."""
+        if self._manifest is None:
+            manifest = Manifest(
+                self.head, self._signature, self._specs, len(self.header()), self._values, self._trees
+            )
+            self._manifest = manifest.to_bytes()
+        return self._manifest
+
+    # --- readers ---
+
+    def add_reader(self, reader: str) -> None:
+        """``reader`` has come; the version is kept until it has released everything or the pin is void."""
+        if self.pin is not None and len(self.pin.released) < _MAX_READERS:
+            self.pin.released.setdefault(reader, RangeSet())
+
+    def release(self, reader: str, start: int, end: int) -> None:
+        """``reader`` has verified data bytes ``[start, end)`` and will not ask for them again."""
+        if self.pin is not None and reader in self.pin.released:
+            self.pin.released[reader].add(start, end)
+            if self.pin.released[reader].covers(0, self.size_bytes):
+                self._checksums.pop(reader, None)
+
+    @contextmanager
+    def hold(self, start: int, end: int) -> Generator[Hold]:
+        """While a response is being sent, what it has not sent yet is kept. Takes the lock itself."""
+        hold = Hold(start, end)
+        with self._changed:
+            self._holds.append(hold)
+        try:
+            yield hold
+        finally:
+            with self._changed:
+                self._holds.remove(hold)
+
+    def is_held(self) -> bool:
+        """True while a response is being sent."""
+        return bool(self._holds)
+
+    def needs(self, start: int, end: int) -> bool:
+        """True if a reader may still need data bytes ``[start, end)``."""
+        if self.pin is not None and self.pin.needs(start, end):
+            return True
+        return any(hold.start < end and start < hold.end for hold in self._holds)
+
+    def record_checksum(self, reader: str, piece: int, checksum: str | None) -> None:
+        """Remember what was sent; None for a piece that changed while it was sent (torn)."""
+        if reader in self._checksums or len(self._checksums) < _MAX_READERS:
+            self._checksums.setdefault(reader, {})[piece] = checksum
+
+    def checksums(self, reader: str, first: int, last: int) -> dict[int, str | None]:
+        """Checksums of the pieces ``first <= i < last`` as sent to ``reader``; those not sent are left
+        out."""
+        sent = self._checksums.get(reader, {})
+        return {piece: sent[piece] for piece in range(first, last) if piece in sent}
+
+    # --- bytes ---
+
+    def read(self, start: int, end: int, *, copy: bool) -> Piece:
+        """Look up data bytes ``[start, end)``.
+
+        Args:
+            start: offset of the first byte.
+            end: offset behind the last one.
+            copy: False gives memory that the training thread may change under the sender, who then asks
+                ``is_intact``.
+
+        Raises:
+            StateError: they were let go.
+        """
+        origins: list[tuple[int, torch.Tensor]] = []
+        parts: list[torch.Tensor] = []
+        for index, first, last in parts_between(self._lengths, self._starts, start, end):
+            memory = self._memory[index]
+            if memory is None:
+                raise StateError(
+                    f"tensor {self._specs[index].name!r} of version {head_name(self.head)} was let go when "
+                    "training went on"
+                )
+            part = memory if last - first == len(memory) else memory[first:last]
+            origins.append((index, memory))
+            parts.append(part.clone() if copy else part)
+        return Piece(tuple(origins), tuple(parts))
+
+    def is_intact(self, piece: Piece) -> bool:
+        """True if the memory of ``piece`` was not given back to training since it was looked up."""
+        return all(self._memory[index] is memory for index, memory in piece.origins)
+
+    def detach(self) -> int:
+        """The training thread is about to change its tensors: copy what readers need, let go of the rest.
+
+        Returns:
+            Bytes that were copied.
+        """
+        copied_bytes = 0
+        for index, memory in enumerate(self._memory):
+            if memory is None or self._copied[index]:
+                continue
+            spec = self._specs[index]
+            if self.needs(spec.offset, spec.end):
+                self._memory[index] = memory.clone()
+                self._copied[index] = True
+                copied_bytes += len(memory)
+            else:
+                self._memory[index] = None
+        self.live = False
+        return copied_bytes
+
+    def drop(self) -> None:
+        """Let go of everything; pieces in flight are torn."""
+        self._memory = [None] * len(self._memory)
+        self.live = False

@@ -1,0 +1,253 @@
+"""Which versions exist: published, pinned, asked for, kept, dropped. Thread-safe; no sockets."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+import torch
+
+from lighthouse.messages import Head
+from torchft_plus.state.errors import StateError
+from torchft_plus.state.manifest import head_name
+from torchft_plus.state.registry import StateRegistry
+from torchft_plus.state.version import Pin, Version
+
+_MAX_PINS = 16
+_MAX_COPIES = 2
+_log = logging.getLogger(__name__)
+
+
+class NotServed(StateError):
+    """The version is not served and will not be."""
+
+
+class NotYetServed(StateError):
+    """The version may still be served, at the next boundary."""
+
+
+class VersionStore:
+    """Versions of one rank's state.
+
+    Capturing a version costs milliseconds, so it is done only for heads that somebody wants: ``publish``
+    marks the head, and captures it if it is pinned or asked for. A head that is pinned too late for that is
+    captured at the next ``publish`` of the same head, or at the latest by ``before_update``.
+
+    Args:
+        registry: the state.
+        linger_ms: a pin is void when no reader was active for so long.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, registry: StateRegistry, linger_ms: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.changed = threading.Condition()
+        self._registry = registry
+        self._linger = linger_ms / 1000
+        self._clock = clock
+        self._published: Head | None = None
+        self._changing = False
+        self._pins: dict[Head, Pin] = {}
+        self._versions: dict[Head, Version] = {}
+        self._dropped: OrderedDict[Head, str] = OrderedDict()
+
+    # --- training side ---
+
+    def publish(self, head: Head) -> None:
+        """The registered state is that of ``head``. Training thread; see ``StateServer.publish``."""
+        if not self._registry.holds_state:
+            raise StateError(
+                f"version {head_name(head)} cannot be published: a fetch has begun and is not applied"
+            )
+        with self.changed:
+            self._published = head
+            self._changing = False
+            if self._pins or self._versions:
+                self._dropped.pop(head, None)
+                self._serve_point()
+
+    def before_update(self) -> int:
+        """The registered state is about to change. Training thread; gives the number of bytes copied."""
+        with self.changed:
+            idle = not self._pins and not self._versions
+            copied_bytes = 0
+            if not idle and not self._changing:
+                self._serve_point()
+                for version in [version for version in self._versions.values() if version.live]:
+                    copied_bytes += self._detach(version)
+            self._changing = True
+            if not idle:
+                self._sweep()
+                self.changed.notify_all()
+            return copied_bytes
+
+    def pin(self, head: Head, readers: int = 1) -> None:
+        """``readers`` readers will come for ``head``. Any thread."""
+        with self.changed:
+            pin = self._pins.get(head)
+            if pin is None:
+                pin = self._add_pin(head)
+            pin.expected = max(pin.expected, readers)
+
+    def unpin(self, head: Head) -> None:
+        """Nobody will come for ``head`` any more; responses under way are completed. Any thread."""
+        with self.changed:
+            self._pins.pop(head, None)
+            version = self._versions.get(head)
+            if version is not None:
+                version.pin = None
+            self._sweep()
+            self.changed.notify_all()
+
+    def withdraw(self) -> None:
+        """Nothing is served until the next ``publish``; responses under way break off. Any thread."""
+        with self.changed:
+            for version in self._versions.values():
+                version.drop()
+            self._versions.clear()
+            self._pins.clear()
+            self._dropped.clear()
+            self._published = None
+            self.changed.notify_all()
+
+    # --- readers' side ---
+
+    def acquire(self, head: Head, wait_ms: int, reader: str | None) -> Version:
+        """The version of ``head``, waiting for the training thread to reach a boundary with it if it still
+        can.
+
+        Args:
+            head: what is asked for; asking pins it for a while.
+            wait_ms: how long to wait at most.
+            reader: name of a reader that will release what it has, or None.
+
+        Raises:
+            NotServed: it is gone, or the replica serves nothing.
+            NotYetServed: the time is over.
+        """
+        deadline = time.monotonic() + wait_ms / 1000
+        with self.changed:
+            while True:
+                reason = self._why_never(head)
+                if reason is not None:
+                    raise NotServed(f"version {head_name(head)} is not served: {reason}")
+                pin = self._pins.get(head)
+                version = self._versions.get(head)
+                if pin is None:
+                    pin = self._add_pin(head)
+                pin.deadline = self._clock() + self._linger
+                if version is not None:
+                    if reader is not None:
+                        version.add_reader(reader)
+                    return version
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise NotYetServed(f"version {head_name(head)} is not served yet: {self._describe()}")
+                self.changed.wait(left)
+
+    def served(self) -> tuple[Head | None, tuple[Head, ...]]:
+        """The head that was published last, and the heads of the versions that can be read at once."""
+        with self.changed:
+            return self._published, tuple(self._versions)
+
+    # --- holding the lock ---
+
+    def _why_never(self, head: Head) -> str | None:
+        if head in self._versions:
+            return None
+        if head in self._dropped:
+            return self._dropped[head]
+        published = self._published
+        if published is None or (head == published and not self._changing):
+            return None
+        if head == published or head.order <= published.order:
+            return f"nobody had asked for it when training went on; {self._describe()}"
+        return None
+
+    def _describe(self) -> str:
+        names = ", ".join(head_name(head) for head in self._versions) or "no version"
+        published = "none" if self._published is None else head_name(self._published)
+        return f"this replica serves {names} and published {published} last"
+
+    def _add_pin(self, head: Head) -> Pin:
+        if len(self._pins) >= _MAX_PINS:
+            raise NotServed(f"version {head_name(head)} is not served: {_MAX_PINS} others are waited for")
+        pin = self._pins[head] = Pin(0, self._clock() + self._linger)
+        self._dropped.pop(head, None)
+        version = self._versions.get(head)
+        if version is not None:
+            version.pin = pin
+        return pin
+
+    def _serve_point(self) -> None:
+        self._sweep()
+        self.changed.notify_all()
+        head = self._published
+        if head is None or head in self._versions or head not in self._pins:
+            return
+        self._capture(head)
+
+    def _capture(self, head: Head) -> None:
+        try:
+            snapshot = self._registry.snapshot()
+            version = Version(head, snapshot, self._registry.signature(), self.changed)
+        except Exception as error:  # noqa: BLE001 - a registered callable of the user: a donor never pays for a joiner
+            _log.exception("the state of version %s cannot be served", head_name(head))
+            self._pins.pop(head, None)
+            self._forget(head, f"its state could not be read: {type(error).__name__}: {error}")
+            return
+        version.pin = self._pins[head]
+        self._versions[head] = version
+
+    def _detach(self, version: Version) -> int:
+        self._expire(version.head)
+        if not version.is_held() and (version.pin is None or not version.pin.needs(0, version.size_bytes)):
+            self._drop(version, "its readers had all they needed, or none came in time")
+            return 0
+        try:
+            copied_bytes = version.detach()
+        except (MemoryError, torch.OutOfMemoryError):
+            self._drop(version, "there was no memory to keep it when training went on")
+            return 0
+        copies = [other for other in self._versions.values() if not other.live]
+        for other in copies[:-_MAX_COPIES]:
+            self._drop(other, f"{_MAX_COPIES} newer versions are kept")
+        return copied_bytes
+
+    def _sweep(self) -> None:
+        for head in list(self._pins):
+            self._expire(head)
+            if head not in self._versions and self._why_never(head) is not None:
+                self._pins.pop(head, None)
+        for version in list(self._versions.values()):
+            needed = version.pin is not None and version.pin.needs(0, version.size_bytes)
+            if not needed and not version.is_held() and version.head != self._published:
+                self._drop(version, "its readers had all they needed, or none came in time")
+
+    def _expire(self, head: Head) -> None:
+        pin = self._pins.get(head)
+        version = self._versions.get(head)
+        if pin is None:
+            return
+        if version is not None and version.is_held():
+            pin.deadline = self._clock() + self._linger
+        elif pin.deadline < self._clock():
+            del self._pins[head]
+            if version is not None:
+                version.pin = None
+
+    def _drop(self, version: Version, reason: str) -> None:
+        version.drop()
+        del self._versions[version.head]
+        self._pins.pop(version.head, None)
+        self._forget(version.head, reason)
+
+    def _forget(self, head: Head, reason: str) -> None:
+        self._dropped[head] = reason
+        while len(self._dropped) > _MAX_PINS:
+            self._dropped.popitem(last=False)
+        self.changed.notify_all()
