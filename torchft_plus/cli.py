@@ -94,7 +94,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("file", type=Path, help="the run file (TOML)")
         command.usage = f"torchft-plus {'run' if command is run else 'check'} FILE [--section.key value ...]"
     commands.add_parser("lighthouse", help="run a Lighthouse by itself", add_help=False)
-    status = commands.add_parser("status", help="ask a Lighthouse what it knows", allow_abbrev=False)
+    status = commands.add_parser(
+        "status", prog="torchft-plus status", help="ask a Lighthouse what it knows", allow_abbrev=False
+    )
     status.add_argument(
         "--lighthouse",
         default=os.environ.get("TORCHFT_LIGHTHOUSE", ""),

@@ -112,7 +112,7 @@ class RunProgress:
             replica.lives += 1
             replica.incarnation = event.text("incarnation")
             replica.committed = False
-        elif event.kind == "exit" and event.fields.get("status") != 0:
+        elif event.kind == "exit" and event.fields.get("first"):
             replica.state = State.RESTARTING
         elif action == "stop":
             replica.state = State.FROZEN
