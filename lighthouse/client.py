@@ -34,7 +34,7 @@ class LighthouseUnreachable(ConnectionError):
 class LighthouseClient:
     """Keeps one stream to the Lighthouse for as long as :meth:`run` runs, and reconnects for ever.
 
-    Everything happens in the event loop that runs :meth:`run`: the callbacks are called there, and :meth:`send`
+    Everything happens in the event loop of :meth:`run`: the callbacks are called there, and :meth:`send`
     and :meth:`close` must be.
 
     Args:
@@ -43,7 +43,7 @@ class LighthouseClient:
         process: who speaks.
         greet: called at each (re)connection; returns the whole state, a Hello and, if an ask stands, an Ask.
         on_message: called with each word of the Lighthouse, in order.
-        on_connected: called with True when the Lighthouse has answered a new stream, with False when it ended.
+        on_connected: called with True when the Lighthouse answered a new stream, with False when it ended.
         progress: called for each heartbeat.
         timeouts: heartbeat interval and limit.
     """

@@ -19,12 +19,19 @@ class Timeouts:
 
     timeout_ms: int = DEFAULT_TIMEOUT_MS
     outage_limit_ms: int = 3_600_000
+    heartbeat_override_ms: int | None = None
+    """Heartbeat limit, if it is not to follow from ``timeout_ms``."""
 
     def __post_init__(self) -> None:
         if self.timeout_ms < MIN_TIMEOUT_MS:
             raise ValueError(
                 f"timeout_ms is {self.timeout_ms}, below the least of {MIN_TIMEOUT_MS}: "
                 "raise it to the longest time in which a healthy step makes no progress"
+            )
+        if self.heartbeat_override_ms is not None and not 50 <= self.heartbeat_override_ms <= self.timeout_ms:
+            raise ValueError(
+                f"heartbeat_timeout_ms is {self.heartbeat_override_ms}: "
+                f"give 50 to timeout_ms ({self.timeout_ms}), or leave it out"
             )
         if self.outage_limit_ms < self.timeout_ms:
             raise ValueError(
@@ -35,7 +42,7 @@ class Timeouts:
     @property
     def heartbeat_timeout_ms(self) -> int:
         """Silence after which a process counts as lost."""
-        return self.timeout_ms // 12
+        return self.heartbeat_override_ms or self.timeout_ms // 12
 
     @property
     def heartbeat_interval_ms(self) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from google.protobuf.message import DecodeError, Message
+from google.protobuf.message import DecodeError as DecodeError
+from google.protobuf.message import Message
 
 from lighthouse.messages import (
     Announce,

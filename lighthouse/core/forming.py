@@ -1,0 +1,235 @@
+"""Whether and how the next quorum forms (rules L3-L5, R3). Reads the roster, changes nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lighthouse.core.base import choose_base, choose_restart_base, holds, holds_after_reload
+from lighthouse.core.blame import Blame
+from lighthouse.core.roster import Peer, Roster
+from lighthouse.core.words import CoreConfig
+from lighthouse.messages import Head, Process, Quorum
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The next quorum, but for its id."""
+
+    members: tuple[Peer, ...]
+    holders: frozenset[Process]
+    base: Head
+    reload: bool
+    committed: bool
+    """True if something was committed under the last quorum."""
+    reason: str
+    announce: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Nothing forms yet; ``text`` says for whom or what."""
+
+    text: str
+    release_leavers: bool = False
+    """Nobody needs those who want to leave, although nothing forms."""
+    total_loss: bool = False
+    """Nobody holds the state, and nobody can come back with it (rule L5): ``restart_timeout`` runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What the decision depends on besides the roster."""
+
+    config: CoreConfig
+    q_last: Quorum | None
+    first_ask_ms: int | None
+    """When the first ask that counts came (of a member, if there is a last quorum)."""
+    total_loss_since_ms: int | None
+    highest_step: int
+
+
+def counts(peer: Peer, q_last: Quorum | None) -> bool:
+    """Rule L3: the ask stands on the current session and gives up the last quorum."""
+    if peer.ask is None:
+        return False
+    if q_last is None or peer.floor() >= q_last.id:
+        return True
+    return not peer.had_quorum and q_last.rank_of(peer.process) is None
+
+
+def admissible(peer: Peer, blame: Blame, roster: Roster) -> bool:
+    """May this process be in a quorum now? Not while it is overdue (F26) or left out (L8)."""
+    return not peer.overdue and roster.wakeups.due(blame.out_until_ms(peer.replica_id))
+
+
+def decide(view: View, roster: Roster, blame: Blame) -> Plan | Wait:
+    """The next quorum, or why there is none yet."""
+    asks = sorted((p for p in roster.peers.values() if counts(p, view.q_last)), key=lambda p: _order(p, view))
+    if view.q_last is None:
+        return _first(view, roster, [p for p in asks if admissible(p, blame, roster)])
+    awaited = _awaited(view.q_last, roster)
+    if awaited and not _join_timeout_over(view, roster):
+        return Wait(f"for {', '.join(awaited)} to ask")
+    if asks and all(p.ask is not None and p.ask.leaving for p in asks):
+        return Wait("for anybody: all have left", release_leavers=True)
+    return _next(view, view.q_last, roster, blame, asks)
+
+
+def _first(view: View, roster: Roster, asks: list[Peer]) -> Plan | Wait:
+    """Rule R3: nothing is stored and nobody reports a quorum."""
+    config = view.config
+    stayers = [p for p in asks if p.ask is not None and not p.ask.leaving]
+    if len(stayers) < config.min_replicas:
+        return Wait(f"for {config.min_replicas} replicas (min_replicas), {len(stayers)} have asked")
+    if config.expected_replicas is not None:
+        complete = len(stayers) >= config.expected_replicas
+        missing = f"for {config.expected_replicas} replicas (expected_replicas), {len(stayers)} have asked"
+    else:
+        silent = [p.replica_id for p in roster.peers.values() if p.connected and p.ask is None]
+        complete = config.min_replicas >= 2 and not silent
+        missing = f"for {', '.join(silent) or 'more replicas'}, {len(stayers)} have asked"
+    if not complete and not _join_timeout_over(view, roster):
+        return Wait(f"{missing}; at most until join_timeout_ms ({config.join_timeout_ms})")
+    return _restart(stayers, "first quorum") or Wait("for a replica that holds any state")
+
+
+def _next(view: View, q_last: Quorum, roster: Roster, blame: Blame, asks: list[Peer]) -> Plan | Wait:
+    evidence = [p for p in asks if q_last.rank_of(p.process) is not None]
+    admitted = [p for p in asks if admissible(p, blame, roster)]
+    stayers = [p for p in admitted if p.ask is not None and not p.ask.leaving]
+    if not evidence:
+        return _total_loss(view, q_last, roster, stayers, None)
+    base = choose_base(q_last, [p.position for p in evidence if p.position is not None])
+    holders = [p for p in stayers if _holds(p, base.head)]
+    if not holders:
+        # The only ones who hold the state want to leave: they stay until another one is level (F35).
+        holders = [p for p in admitted if _holds(p, base.head)]
+        stayers = [p for p in admitted if p in stayers or p in holders]
+    if not holders:
+        return _total_loss(view, q_last, roster, stayers, base.head)
+    least = view.config.min_replicas
+    if len(stayers) < least:
+        held = any(p.ask is not None and not p.ask.leaving for p in holders)
+        return Wait(f"for {least} replicas (min_replicas), {len(stayers)} have asked", release_leavers=held)
+    what = f"step {base.head.step} is rolled forward: everyone left had voted for it"
+    if not base.rolled_forward:
+        what = f"goes on from step {base.head.step}"
+    return Plan(
+        members=tuple(sorted(stayers, key=lambda p: (p not in holders, _order(p, view)))),
+        holders=frozenset(p.process for p in holders),
+        base=base.head,
+        reload=False,
+        committed=base.head.quorum_id == q_last.id,
+        reason=what,
+    )
+
+
+def _total_loss(
+    view: View, q_last: Quorum, roster: Roster, stayers: list[Peer], base: Head | None
+) -> Plan | Wait:
+    """Rule L5: nobody who is there holds the state."""
+    missing = [
+        f"{process} ({state})"
+        for process, peer in roster.members(q_last)
+        if (state := _may_still_hold(process, peer, roster, view, base)) is not None
+    ]
+    if missing:
+        return Wait(f"for the state, which may be held by {', '.join(missing)}")
+    known = {m.process.replica_id for m in q_last.members}
+    absent = sorted(known - {p.replica_id for p in stayers})
+    since_ms = view.total_loss_since_ms
+    over = since_ms is not None and roster.wakeups.due(since_ms + view.config.restart_timeout_ms)
+    if absent and not over:
+        text = f"for {', '.join(absent)} to restart, at most restart_timeout_ms"
+        return Wait(f"{text} ({view.config.restart_timeout_ms})", total_loss=True)
+    if len(stayers) < view.config.min_replicas:
+        needed = view.config.min_replicas
+        return Wait(f"for {needed} replicas (min_replicas), {len(stayers)} have asked", total_loss=True)
+    plan = _restart(stayers, "total loss")
+    if plan is None:
+        return Wait("for a replica that holds any state, in memory or on disk", total_loss=True)
+    lost = max(0, view.highest_step - plan.base.step)
+    text = (
+        f"total loss: nobody holds the state of quorum {q_last.id} any more; "
+        f"training goes on from step {plan.base.step}, {lost} steps are lost"
+    )
+    return Plan(plan.members, plan.holders, plan.base, True, False, text, announce=text)
+
+
+def _may_still_hold(
+    process: Process, peer: Peer | None, roster: Roster, view: View, base: Head | None
+) -> str | None:
+    """Why this member of the last quorum may still hold the state; None if it certainly does not."""
+    if process in roster.gone or peer is None:
+        return None
+    if peer.ask is not None and counts(peer, view.q_last):
+        holds_it = base is not None and _holds(peer, base)
+        return "stands still" if holds_it and peer.overdue else "is left out" if holds_it else None
+    if peer.connected:
+        return "has not asked"
+    silent_for_good = roster.wakeups.due(peer.heard_ms + view.config.certainly_gone_ms)
+    return None if silent_for_good else "lost, but not certainly gone"
+
+
+def _restart(stayers: list[Peer], reason: str) -> Plan | None:
+    """From the newest head that anybody has, in memory or on disk; at the worst from an initial state."""
+    positions = [p.position for p in stayers if p.position is not None]
+    base = choose_restart_base(positions)
+    if base is None:
+        base = next((p.initial for p in stayers if p.initial is not None), None)
+    if base is None:
+        return None
+    holders = [
+        p
+        for p in stayers
+        if p.position is not None and (holds_after_reload(p.position, base) or p.initial == base)
+    ]
+    from_disk = any(p.position is None or not _holds(p, base) for p in holders)
+    ordered = [p for p in stayers if p in holders] + [p for p in stayers if p not in holders]
+    return Plan(tuple(ordered), frozenset(p.process for p in holders), base, from_disk, False, reason)
+
+
+def _awaited(q_last: Quorum, roster: Roster) -> list[str]:
+    """Members that are expected to ask. Newcomers are not awaited: survivors never wait for a joiner (P4)."""
+    return [
+        process.replica_id
+        for process, peer in roster.members(q_last)
+        if peer is not None and peer.lost is None and not peer.overdue and not counts(peer, q_last)
+    ]
+
+
+def _join_timeout_over(view: View, roster: Roster) -> bool:
+    first_ms = view.first_ask_ms
+    return first_ms is not None and roster.wakeups.due(first_ms + view.config.join_timeout_ms)
+
+
+def _holds(peer: Peer, base: Head) -> bool:
+    return peer.position is not None and holds(peer.position, base)
+
+
+def _order(peer: Peer, view: View) -> tuple[int, tuple[tuple[int, str | int], ...]]:
+    """Members keep their order, newcomers follow by name; replica_10 comes after replica_9."""
+    rank = view.q_last.rank_of(peer.process) if view.q_last is not None else None
+    return (rank if rank is not None else 1 << 30, natural(peer.replica_id))
+
+
+def natural(name: str) -> tuple[tuple[int, str | int], ...]:
+    """Sort key that orders the numbers in names by value."""
+    parts = re.findall(r"\d+|\D+", name)
+    return tuple((0, int(part)) if part.isascii() and part.isdigit() else (1, part) for part in parts)
+
+
+def spared(plan: Plan, blame: Blame, least: int, oldest_first: Sequence[Process]) -> Peer | None:
+    """Whom to leave out if these members have failed together (rule L8); None if nobody can be spared."""
+    members = [p.process for p in plan.members]
+    candidates = [
+        process
+        for process in oldest_first
+        if process in members and (len(plan.holders) > 1 or process not in plan.holders)
+    ]
+    if len(members) <= least or not candidates:
+        return None
+    chosen = blame.most_blamed(members, candidates)
+    return next(p for p in plan.members if p.process == chosen)
