@@ -1,0 +1,41 @@
+"""How much of the machine others used while something was measured (Linux)."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def busy_s() -> float:
+    """CPU seconds spent by everybody since boot, without idling and waiting for disks."""
+    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle, iowait = fields[3], fields[4]
+    return (sum(fields) - idle - iowait) / _TICKS_PER_S
+
+
+def process_s(pid: int) -> float:
+    """CPU seconds of a process, all threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+
+
+class OtherLoad:
+    """Counts from its creation what processes other than ``own`` and this one use.
+
+    Args:
+        own: process ids whose load is part of the measurement; they live until ``cores`` is called.
+    """
+
+    def __init__(self, own: list[int]) -> None:
+        self._own = [*own, os.getpid()]
+        self._start, self._busy = time.monotonic(), self._others_s()
+
+    def cores(self) -> float:
+        """Cores used by others, in the mean."""
+        return max(0.0, (self._others_s() - self._busy) / (time.monotonic() - self._start))
+
+    def _others_s(self) -> float:
+        return busy_s() - sum(process_s(pid) for pid in self._own)

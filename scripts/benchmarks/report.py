@@ -1,0 +1,49 @@
+"""Prints tables, and writes a result as JSON and Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+Table = tuple[str, list[str], list[list[str]]]
+
+
+def print_tables(tables: list[Table]) -> None:
+    """Plain text, columns aligned."""
+    for title, header, rows in tables:
+        widths = [max(len(line[i]) for line in [header, *rows]) for i in range(len(header))]
+        print(f"\n{title}")
+        for line in [header, ["-" * width for width in widths], *rows]:
+            print("  " + "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def write(
+    folder: Path, name: str, result: dict[str, Any], tables: list[Table], notes: list[str]
+) -> list[Path]:
+    """Write ``name``.json (everything) and ``name``.md (the tables and notes) into ``folder``. Returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    about = {
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    data, text = folder / f"{name}.json", folder / f"{name}.md"
+    data.write_text(json.dumps({"about": about, "notes": notes, **result}, indent=1) + "\n", encoding="utf-8")
+    text.write_text(_markdown(name, about, tables, notes), encoding="utf-8")
+    return [data, text]
+
+
+def _markdown(name: str, about: dict[str, Any], tables: list[Table], notes: list[str]) -> str:
+    lines = [f"# bench {name}", "", ", ".join(f"{key} {value}" for key, value in about.items()), ""]
+    for title, header, rows in tables:
+        lines += [f"## {title}", "", _row(header), _row(["---"] * len(header)), *map(_row, rows), ""]
+    return "\n".join(lines + [f"- {note}" for note in notes]) + "\n"
+
+
+def _row(cells: list[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
