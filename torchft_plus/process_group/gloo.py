@@ -26,6 +26,7 @@ from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp
 
 from torchft_plus.process_group.bind import bind_address
 from torchft_plus.process_group.deadline import DeadlineExceeded, call_within, run_in_background
+from torchft_plus.process_group.dispatch import as_process_group
 from torchft_plus.process_group.gloo_sockets import Endpoint, GroupSockets, find_sockets, parse_listener
 from torchft_plus.process_group.lane import Capabilities, Lane, LaneError, LaneSpec
 from torchft_plus.process_group.local import LocalLane
@@ -50,6 +51,7 @@ class _Group:
 
     def __init__(self, group: Any, sockets: GroupSockets, spec: LaneSpec) -> None:
         self.group: Any = group
+        self.dispatch: Any = None
         self.sockets = sockets
         self.spec = spec
         self.disconnected = threading.Event()
@@ -75,6 +77,7 @@ class _Group:
 
     def _destroy(self) -> None:
         """Blocks until gloo's operations have ended: 10 ms after ``disconnect``, else up to their timeout."""
+        self.dispatch = None
         self.group = None
         if self.watcher is not None:
             self.watcher.join()
@@ -153,14 +156,17 @@ class GlooLane:
         return operation
 
     def process_group(self) -> Any:
-        """The raw torch group.
+        """The gloo group as a ``torch.distributed.ProcessGroup``. Do not keep it beyond the lane.
 
         Raises:
-            LaneError: the lane is retired.
+            LaneError: the lane is broken or retired.
         """
-        if self._group.group is None:
-            raise LaneError("the lane is retired")
-        return self._group.group
+        if self._error is not None:
+            raise self._error
+        with self._lock:
+            if self._group.dispatch is None:
+                self._group.dispatch = as_process_group(self._group.group, "GLOO", "cpu")
+            return self._group.dispatch
 
     def abort(self, reason: str) -> None:
         """End every pending operation as failed within milliseconds and let the peers notice.
@@ -247,7 +253,7 @@ class GlooBackend:
             LaneError: a peer did not arrive or left during the build; says who, where the store knows.
         """
         if spec.world_size == 1:
-            return LocalLane(spec, lambda: _connect(HashStore(), spec, self._host or "127.0.0.1"))
+            return LocalLane(spec, lambda: _alone(spec, self._host or "127.0.0.1"))
         host = self._host or bind_address(spec.store)
         try:
             group = call_within(
@@ -289,6 +295,10 @@ def _connect(store: Store, spec: LaneSpec, host: str) -> Any:
     group: Any = ProcessGroupGloo(store, spec.rank, spec.world_size, options)
     group._set_default_timeout(timedelta(milliseconds=spec.timeout_ms))
     return group
+
+
+def _alone(spec: LaneSpec, host: str) -> Any:
+    return as_process_group(_connect(HashStore(), spec, host), "GLOO", "cpu")
 
 
 def _listeners(spec: LaneSpec) -> dict[int, Endpoint] | None:

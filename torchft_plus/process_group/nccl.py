@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from torchft_plus.process_group.deadline import DeadlineExceeded, call_within, run_in_background
+from torchft_plus.process_group.dispatch import as_process_group
 from torchft_plus.process_group.lane import Capabilities, Lane, LaneError, LaneSpec
 from torchft_plus.process_group.local import LocalLane
 from torchft_plus.process_group.operation import LaneOperation, check_reduce_op, ended
@@ -112,14 +113,14 @@ class NcclLane:
         return operation
 
     def process_group(self) -> Any:
-        """The raw torch group.
+        """The NCCL group as a ``torch.distributed.ProcessGroup``. Do not keep it beyond the lane.
 
         Raises:
             LaneError: the lane is aborted or retired.
         """
         if self._error is not None:
             raise self._error
-        return self._group
+        return as_process_group(self._group, "NCCL", "cuda")
 
     def abort(self, reason: str) -> None:
         """Abort the communicator on a thread of its own; pending operations end as failed when that is done.
@@ -257,7 +258,7 @@ class NcclBackend:
         """
         if spec.world_size == 1:
             alone = LaneSpec(HashStore(), 0, 1, spec.quorum_id, spec.timeout_ms)
-            return LocalLane(spec, lambda: self._make_group(alone))
+            return LocalLane(spec, lambda: as_process_group(self._make_group(alone), "NCCL", "cuda"))
         name = f"build {self._name} lane {spec.quorum_id}"
         try:
             group = call_within(
