@@ -54,13 +54,17 @@ def main() -> None:
             return {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
 
         system = torchft_system(member, save, load, TorchftTuning(**options["tuning"]))
-    train(channel, system, module, optimizer)
+    train(channel, system, module, optimizer, options["gradients"])
 
 
-def train(channel: Channel, system: System, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The loop."""
+def train(
+    channel: Channel, system: System, module: nn.Module, optimizer: torch.optim.Optimizer, gradients: str
+) -> None:
+    """The loop. ``gradients``: "ddp" as documented, or "allreduce": one call for all of them after the backward."""
     manager = system.manager
     model, wrapped = system.wrap(module, optimizer)
+    if gradients == "allreduce":
+        model = module
     torch.manual_seed(os.getpid())
     while True:
         inputs, targets = torch.randn(BATCH, WIDTHS[0]), torch.randn(BATCH, WIDTHS[-1])
@@ -68,6 +72,8 @@ def train(channel: Channel, system: System, module: nn.Module, optimizer: torch.
         loss = nn.functional.mse_loss(model(inputs), targets)
         time.sleep(DEVICE_TIME_S)
         loss.backward()
+        if gradients == "allreduce":
+            allreduce_gradients(system, module)
         before = manager.current_step()
         wrapped.step()
         now, step = time.monotonic(), manager.current_step()
@@ -79,6 +85,15 @@ def train(channel: Channel, system: System, module: nn.Module, optimizer: torch.
             participants=manager.num_participants() if level else 0,
             crc=checksum(module) if level else None,
         )
+
+
+def allreduce_gradients(system: System, module: nn.Module) -> None:
+    """Average all gradients as one flat tensor."""
+    grads = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    flat = torch.cat([grad.reshape(-1) for grad in grads])
+    system.manager.allreduce(flat).wait()
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(part.view_as(grad))
 
 
 def checksum(module: nn.Module) -> int:
