@@ -77,10 +77,10 @@ class Quorum:
         return None
 
 
-WAITING = "waiting"
-"""``Progress.phase`` of a training thread that has done its part and waits for other groups or for a quorum.
+WAITING_PHASES = frozenset({"start", "reduce"})
+"""Values of ``Progress.phase`` in which a training thread waits for a quorum or for other groups.
 
-Whoever stands still in any other phase while others wait is *overdue* after ``timeout_ms`` (rule L6).
+Whoever stands still in any other phase while somebody waits is *overdue* after ``timeout_ms`` (rule L6).
 """
 
 

@@ -303,6 +303,8 @@ class QuorumCore:
                 return f"{process.replica_id} is {'overdue' if peer.overdue else f'lost: {peer.lost}'}"
         if self._fault is not None:
             return self._fault
+        if self._round is not None:
+            return None  # who asks now does so at the boundary, as it was told to
         for process, peer in self._members():
             if peer is not None and peer.ask is not None and not peer.ask.leaving and self._counts(peer):
                 return f"{process.replica_id} gave the quorum up"

@@ -6,7 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from lighthouse.core.words import Close, CoreConfig, Effect, Note, Send, SendPing
-from lighthouse.messages import WAITING, Ask, Head, Hello, Position, Process, Progress, Quorum, Retired
+from lighthouse.messages import (
+    WAITING_PHASES,
+    Ask,
+    Head,
+    Hello,
+    Position,
+    Process,
+    Progress,
+    Quorum,
+    Retired,
+)
 
 MAX_REMEMBERED = 4096
 
@@ -239,7 +249,7 @@ class Roster:
             if peer.overdue:
                 peer.overdue = False
                 self.effects.append(Note(f"{peer.process} moves again and may take part"))
-        if progress.phase != WAITING:
+        if progress.phase not in WAITING_PHASES:
             peer.waiting_since_ms = None
         elif moved or peer.waiting_since_ms is None:
             peer.waiting_since_ms = now_ms
