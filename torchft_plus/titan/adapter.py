@@ -157,7 +157,11 @@ class FaultTolerantMixin(_Stock):
 
     def _start_step(self) -> None:
         self._outcome = None
+        if not self._behind:
+            self._weigh()
         plan = self.manager.start_step()
+        if plan.caught_up and self._weigh():
+            plan = self.manager.start_step()  # over again: only now it is known which batches come
         self._behind = plan.behind
         self._metrics.started(plan.behind, time.monotonic())
         self._batches.seek(
@@ -166,6 +170,22 @@ class FaultTolerantMixin(_Stock):
         self.step = self.manager.current_step() + 1
         self._micro_batches = 0
         self._losses.clear()
+
+    def _weigh(self) -> bool:
+        """Let this group's gradient count by its tokens, if that is wanted; says whether it is."""
+        if self.plugin.fault_tolerance.weighting != "tokens":
+            return False
+        self._batches.seek(self.manager.positions.get(self._position_name, 0))
+        batches = self._batches.prefetch(self._batches_per_step)
+        tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(self.device)
+        if self.parallel_dims.dp_enabled:
+            dist.all_reduce(tokens, group=self.parallel_dims.get_mesh("batch").get_group())
+        self.manager.set_weight(float(tokens))
+        return True
+
+    @property
+    def _batches_per_step(self) -> int:
+        return self.gradient_accumulation_steps * getattr(self, "num_pipeline_parallel_microbatches", 1)
 
     @property
     def _position_name(self) -> str:
@@ -176,8 +196,6 @@ class FaultTolerantMixin(_Stock):
         if self._behind:
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
         else:
-            if self._micro_batches == 0 and self.plugin.fault_tolerance.weighting == "tokens":
-                self.manager.set_weight(float(arguments["global_valid_tokens"]))
             loss = cast(torch.Tensor, super().forward_backward_step(**arguments))
             self._losses.append(loss.detach().clone())
         self._micro_batches += 1
@@ -243,7 +261,16 @@ class FaultTolerantMixin(_Stock):
         """Inverse of ``state_dict``."""
         super().load_state_dict(state_dict)
         text = state_dict.get(KEY)
-        saved = SavedHead(self.step, 0) if text is None else SavedHead.from_text(text)
+        if text is not None:
+            saved = SavedHead.from_text(text)
+        elif (
+            self.share.size == 1
+        ):  # written by the stock trainer, which reads the same share in the same order
+            saved = SavedHead(
+                self.step, 0, self._shares, {self._position_name: self.step * self._batches_per_step}
+            )
+        else:
+            saved = SavedHead(self.step, 0)
         self._saved = saved.for_shares(self._shares)
 
     @property
@@ -255,6 +282,10 @@ class FaultTolerantMixin(_Stock):
         if self._manager is not None:
             self._manager.shutdown()
         super().close()
+
+
+IGNORE_INDEX = -100
+"""Label of a token that does not count, in torch and in torchtitan."""
 
 
 class _NamesBuffers(Protocol):

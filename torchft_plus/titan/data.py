@@ -79,6 +79,16 @@ class CommittedBatches:
                 )
         self.committed = position
 
+    def prefetch(self, count: int) -> list[Batch]:
+        """The first ``count`` batches of the next step, which ``step`` will give."""
+        self._fill(count)
+        return self._held[:count]
+
+    def _fill(self, count: int) -> None:
+        assert self._batches is not None, "seek comes first"
+        while len(self._held) < count:
+            self._held.append(next(self._batches))
+
     def step(self) -> Iterator[Batch]:
         """Batches for one attempt of a step, from the first one that is not committed.
 
@@ -86,10 +96,11 @@ class CommittedBatches:
             torchtitan's DataloaderExhaustedError: the share has no more batches.
         """
         self._given = 0
+        return self._give()
+
+    def _give(self) -> Iterator[Batch]:
         while True:
-            if self._given == len(self._held):
-                assert self._batches is not None, "seek comes first"
-                self._held.append(next(self._batches))
+            self._fill(self._given + 1)
             inputs, labels = self._held[self._given]
             self._given += 1
             yield dict(inputs), labels  # a copy: torchtitan puts device tensors into it

@@ -20,6 +20,11 @@ class Plan(Protocol):
         """This group has not got the state of the head yet: no forward, no backward, no data."""
         ...
 
+    @property
+    def caught_up(self) -> bool:
+        """This group has got the state just now."""
+        ...
+
 
 class Outcome(Protocol):
     """What ``finish_step`` says."""
