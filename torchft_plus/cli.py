@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,8 +21,8 @@ Quorum-based fault tolerance for PyTorch and TorchTitan.
       Check the file and start nothing.
   torchft-plus lighthouse [--bind HOST:PORT] ...
       Run a Lighthouse by itself (torchft-plus lighthouse --help).
-  torchft-plus status [--lighthouse HOST:PORT] [--job_id ID]
-      Ask a Lighthouse what it knows.
+  torchft-plus status [--address HOST:PORT] [--job_id ID] [--story]
+      Ask a Lighthouse what it knows, and why.
 """
 
 _RUN_EPILOG = """\
@@ -48,27 +46,23 @@ exit status:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words[:1] == ["lighthouse"]:
+    if words[:1] in (["lighthouse"], ["status"]):
         from lighthouse.cli import main as lighthouse_main
 
-        return lighthouse_main(words[1:])
+        return lighthouse_main(words[1:] if words[0] == "lighthouse" else words)
     options, rest = _parser().parse_known_args(words)
     try:
         if options.command == "run":
             from torchft_plus.launch.run import run
 
             return int(run(options.file, rest))
-        if options.command == "check":
-            from torchft_plus.launch.run import check
+        from torchft_plus.launch.run import check
 
-            checked = check(options.file, rest)
-            print(
-                f"{options.file} is good: {checked.launch.replicas} groups, {len(checked.chaos)} injected faults."
-            )
-            return 0
-        if rest:
-            raise ConfigError(f"{rest[0]!r} is not understood: see torchft-plus status --help.")
-        return _status(options.lighthouse, options.job_id)
+        checked = check(options.file, rest)
+        print(
+            f"{options.file} is good: {checked.launch.replicas} groups, {len(checked.chaos)} injected faults."
+        )
+        return 0
     except ConfigError as error:
         print(f"torchft-plus: {error}", file=sys.stderr)
         return EXIT_REFUSED
@@ -94,33 +88,5 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("file", type=Path, help="the run file (TOML)")
         command.usage = f"torchft-plus {'run' if command is run else 'check'} FILE [--section.key value ...]"
     commands.add_parser("lighthouse", help="run a Lighthouse by itself", add_help=False)
-    status = commands.add_parser(
-        "status", prog="torchft-plus status", help="ask a Lighthouse what it knows", allow_abbrev=False
-    )
-    status.add_argument(
-        "--lighthouse",
-        default=os.environ.get("TORCHFT_LIGHTHOUSE", ""),
-        metavar="HOST:PORT",
-        help="default: $TORCHFT_LIGHTHOUSE",
-    )
-    status.add_argument("--job_id", default=None, help="this job only; default: all jobs")
+    commands.add_parser("status", help="ask a Lighthouse what it knows", add_help=False)
     return parser
-
-
-def _status(address: str, job_id: str | None) -> int:
-    """Print what the Lighthouse knows as JSON."""
-    from google.protobuf.json_format import MessageToDict
-
-    from lighthouse.client import LighthouseUnreachable, fetch_status
-
-    if not address:
-        raise ConfigError("No Lighthouse is named: give --lighthouse HOST:PORT or set TORCHFT_LIGHTHOUSE.")
-    try:
-        reply = fetch_status(address, job_id)
-    except LighthouseUnreachable as error:
-        print(f"torchft-plus: {error}", file=sys.stderr)
-        return 1
-    except ValueError as error:
-        raise ConfigError(f"{error}.") from error
-    print(json.dumps(MessageToDict(reply, preserving_proto_field_name=True), indent=1))
-    return 0

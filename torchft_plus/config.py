@@ -103,8 +103,10 @@ class LighthouseTable:
     min_replicas: int = number(0, 0)
     """Fewest groups in a quorum; 0: ``fault_tolerance.min_replica_size``."""
     join_timeout_ms: int = number(60_000, 1)
+    restart_timeout_ms: int = number(60_000, 1)
+    """After the loss of all groups at once: how long to wait for all of them to come back."""
     store: str = ""
-    """SQLite file, or ":memory:"; by default ``lighthouse.sqlite`` in the run folder."""
+    """SQLite file, or "memory"; by default ``lighthouse.sqlite`` in the run folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,18 @@ def test_importing_the_command_line_and_the_launcher_costs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["check", "--help"], ["status", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["check", "--help"]])
 def test_help_is_worth_reading(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(words)
     assert caught.value.code == 0
     assert "torchft-plus" in capsys.readouterr().out
+
+
+def test_help_of_the_lighthouse(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["lighthouse", "--help"], ["status", "--help"]):
+        assert main(words) == 0
+        assert "--" in capsys.readouterr().out
 
 
 def test_check_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,10 +78,8 @@ def test_a_folder_with_an_earlier_run_is_refused(tmp_path: Path, capsys: pytest.
     assert "holds an earlier run" in capsys.readouterr().err
 
 
-def test_status_says_when_nobody_answers(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
-    assert main(["status"]) == 2
-    assert "TORCHFT_LIGHTHOUSE" in capsys.readouterr().err
-    assert main(["status", "--lighthouse", "nowhere"]) == 2
+def test_lighthouse_and_status_are_those_of_the_lighthouse(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--address", "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    assert main(["lighthouse", "--min_replicas", "few"]) == 2
+    assert "min_replicas" in capsys.readouterr().err

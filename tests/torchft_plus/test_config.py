@@ -1,3 +1,5 @@
+import re
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -214,3 +216,23 @@ def test_unknown_keys_never_pass(table: dict[str, Any]) -> None:
     if not set(table) <= known:
         with pytest.raises(ConfigError):
             load_table(Launch, table, "launch")
+
+
+@pytest.mark.parametrize(
+    ("cls", "section"),
+    [
+        (FaultTolerance, "[fault_tolerance]"),
+        (Launch, "[launch]"),
+        (LighthouseTable, "[lighthouse]"),
+        (Chaos, "[[chaos]]"),
+    ],
+)
+def test_every_key_is_documented_and_nothing_else(cls: type[Any], section: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    part = text.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    documented = re.findall(r"^\| `(\w+)` \|(?: `([^`]*)` \|)?", part, re.MULTILINE)
+    assert {key for key, _ in documented} == {f.name for f in fields(cls)}
+    defaults = {f.name: f.default for f in fields(cls)}
+    for key, default in documented:
+        if default and default not in ("timeout_ms", "launch.replicas", "min_replica_size"):
+            assert tomllib.loads(f"value = {default}")["value"] == defaults[key], key

@@ -66,6 +66,7 @@ class LighthouseKeeper:
             *("--min_replicas", str(least)),
             *("--expected_replicas", str(self._fault_tolerance.group_size)),
             *("--join_timeout_ms", str(self._table.join_timeout_ms)),
+            *("--restart_timeout_ms", str(self._table.restart_timeout_ms)),
             *("--timeout_ms", str(self._fault_tolerance.timeout_ms)),
             *("--outage_limit_ms", str(self._fault_tolerance.outage_limit_ms)),
         ]
