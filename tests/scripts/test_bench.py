@@ -1,0 +1,131 @@
+"""What the bench makes of its measurements, and its hold on the processes that it starts."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from benchmarks import overhead  # noqa: E402
+from benchmarks.children import ChildFailed, Worker, environment  # noqa: E402
+from benchmarks.figures import quantile, summarize  # noqa: E402
+from benchmarks.recovery_log import Journal  # noqa: E402
+
+ECHO = """
+from benchmarks.channel import Channel
+channel = Channel()
+print("a stray print does not reach the bench")
+while (command := channel.receive()) is not None:
+    channel.send(got=command)
+"""
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200))
+def test_summary_is_ordered_and_within_the_series(values: list[float]) -> None:
+    one = summarize(values)
+    assert one.least <= one.p10 <= one.median <= one.p90 <= one.most
+    assert one.least <= one.median_low <= one.median <= one.median_high <= one.most
+    assert (one.least, one.most, one.count) == (min(values), max(values), len(values))
+
+
+def test_interval_of_the_median_holds_in_19_of_20_series() -> None:
+    chance = random.Random(1)
+    series = [summarize([chance.gauss(5.0, 2.0) for _ in range(40)]) for _ in range(1000)]
+    held = sum(one.median_low <= 5.0 <= one.median_high for one in series)
+    assert 930 <= held <= 985
+
+
+def test_quantile_interpolates() -> None:
+    assert quantile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert quantile([7.0], 0.9) == 7.0
+
+
+def test_ratio_is_paired_by_round() -> None:
+    pair = overhead.Pair("torchft_plus", ("plain", "torchft_plus"), [])
+    pair.wall_ms = {"plain": [1.0, 10.0, 100.0], "torchft_plus": [1.1, 11.0, 110.0]}
+    pair.cpu_ms = pair.wall_ms
+    plain, ours = overhead._rows(overhead.WORKLOADS[0], pair)
+    assert plain.ratio.median == 1.0
+    assert ours.ratio.least == pytest.approx(1.1)
+    assert ours.ratio.most == pytest.approx(1.1)
+
+
+def _journal(gaps: dict[str, list[float]], participants: int = 3) -> Journal:
+    journal = Journal()
+    for replica_id, own in gaps.items():
+        for step, time in enumerate(accumulate(own), 1):
+            journal.add(
+                replica_id,
+                {"time": time, "step": step, "committed": True, "participants": participants, "crc": step},
+            )
+    return journal
+
+
+def test_longest_gap_spans_the_kill_and_nothing_before() -> None:
+    journal = _journal({"a": [0.0, 5.0, 0.04, 0.04, 0.34, 0.04, 0.04]})
+    # 5.0 lies before the last commit before the kill at 5.1
+    assert journal.longest_gap_s("a", 5.1, 5.5) == pytest.approx(0.34)
+    assert journal.normal_step_s("a", 5.1, count=2) == pytest.approx(0.04)
+
+
+def test_uncommitted_attempts_make_no_commit() -> None:
+    journal = _journal({"a": [1.0]})
+    lost = {"time": 1.5, "step": 1, "committed": False, "participants": 2, "crc": None}
+    journal.add("a", lost)
+    assert [one.step for one in journal.commits("a", 0.0)] == [1]
+    assert [one.committed for one in journal.since("a", 1.2)] == [False]
+    assert journal.commits("a", 0.0, participants=4) == []
+
+
+def test_disagreement_is_found() -> None:
+    journal = _journal({"a": [1.0, 1.0], "b": [1.0, 1.0]})
+    assert journal.disagreements() == (0, 2)
+    journal.add("a", {"time": 9.0, "step": 3, "committed": True, "participants": 2, "crc": 1})
+    journal.add("b", {"time": 9.0, "step": 3, "committed": True, "participants": 2, "crc": 2})
+    assert journal.disagreements() == (1, 3)
+
+
+def _echo(folder: Path) -> Worker:
+    env = environment([ROOT / "scripts"])
+    return Worker("echo", [sys.executable, "-c", ECHO], env, folder / "echo.log")
+
+
+def test_worker_answers_and_ends_with_its_channel(tmp_path: Path) -> None:
+    worker = _echo(tmp_path)
+    try:
+        worker.send(mode="plain", steps=3)
+        assert worker.receive(30) == {"got": {"mode": "plain", "steps": 3}}
+    finally:
+        worker.end()
+    assert worker.process.returncode == 0
+    assert "a stray print" in (tmp_path / "echo.log").read_text()
+
+
+def test_killed_worker_is_an_error_that_names_its_log(tmp_path: Path) -> None:
+    worker = _echo(tmp_path)
+    try:
+        os.kill(worker.process.pid, signal.SIGKILL)
+        with pytest.raises(ChildFailed, match=r"echo ended with status -9, see .*echo\.log"):
+            worker.receive(30)
+        worker.send(mode="plain")  # goes nowhere, raises nothing
+    finally:
+        worker.end()
+
+
+def test_settings_of_an_outer_job_do_not_reach_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://elsewhere:1")
+    env = environment([ROOT])
+    assert "RANK" not in env
+    assert "TORCHFT_LIGHTHOUSE" not in env
+    assert env["OMP_NUM_THREADS"] == "1"
