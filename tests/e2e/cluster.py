@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -26,7 +27,9 @@ class Timeout(AssertionError):
 class Cluster:
     """Starts and owns processes; everything is gone after ``close``."""
 
-    def __init__(self, folder: Path, *, min_replicas: int = 1, expected: int | None = None, **trainer: object) -> None:
+    def __init__(
+        self, folder: Path, *, min_replicas: int = 1, expected: int | None = None, **trainer: object
+    ) -> None:
         self.folder = folder
         self.events_folder = folder / "events"
         self.events_folder.mkdir(parents=True, exist_ok=True)
@@ -98,7 +101,9 @@ class Cluster:
     def wait(self, replica: str, timeout_s: float = 60) -> int:
         """Wait for all ranks of a group to end; the worst status."""
         end = time.monotonic() + timeout_s
-        return max((process.wait(max(0.1, end - time.monotonic())) for process in self.processes[replica]), key=abs)
+        return max(
+            (process.wait(max(0.1, end - time.monotonic())) for process in self.processes[replica]), key=abs
+        )
 
     def close(self) -> None:
         everything = [process for group in self.processes.values() for process in group]
@@ -160,11 +165,14 @@ class Cluster:
     def longest_gap(self, replica: str, start: float, end: float) -> float:
         """Longest time between two commits around [start, end], in seconds."""
         times = [event["time"] for event in self.events(replica, "commit")]
-        pairs = zip(times, times[1:], strict=False)
+        pairs = itertools.pairwise(times)
         return max((b - a for a, b in pairs if b >= start and a <= end), default=0.0)
 
     def logs(self) -> str:
-        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in sorted(self.folder.glob("*.log")))
+        return "\n".join(
+            f"== {path.name}\n{path.read_text(errors='replace')[-3000:]}"
+            for path in sorted(self.folder.glob("*.log"))
+        )
 
 
 def free_port() -> int:

@@ -86,7 +86,9 @@ def test_the_lighthouse_alone_is_not_missed(make_cluster: MakeCluster) -> None:
     cluster.start_lighthouse()
     cluster.until_step("replica_0", step + 40)
     finish(cluster, GROUPS, GROUPS)
-    assert all(len(cluster.events(group, "quorum")) == 1 for group in GROUPS[:1]), "it takes up the running quorum"
+    assert all(len(cluster.events(group, "quorum")) == 1 for group in GROUPS[:1]), (
+        "it takes up the running quorum"
+    )
 
 
 def test_the_lighthouse_and_a_group_together(make_cluster: MakeCluster) -> None:

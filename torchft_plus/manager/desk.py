@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torchft_plus.manager.control_words import to_head
-from torchft_plus.manager.fetcher import Fetcher
 from torchft_plus.manager.lanes import LaneBuilder
 from torchft_plus.manager.mailbox import Mailbox
 from torchft_plus.pb import peer_pb2 as pb
@@ -17,12 +16,10 @@ class Desk:
         self,
         mailbox: Mailbox,
         lanes: LaneBuilder,
-        fetcher: Fetcher,
         server: StateServer,
     ) -> None:
         self._mailbox = mailbox
         self._lanes = lanes
-        self._fetcher = fetcher
         self._server = server
 
     def deliver(self, word: pb.Word) -> None:
@@ -34,13 +31,12 @@ class Desk:
         elif body == "abort":
             self._lanes.abort(word.abort.quorum_id, word.abort.reason)
             self._mailbox.wake()
-        elif body == "donors":
-            self._fetcher.start(to_head(word.donors.head), list(word.donors.addresses))
         elif body == "pin":
             head = to_head(word.pin.head)
-            (self._server.pin if word.pin.on else self._server.unpin)(head)
+            if word.pin.on:
+                self._server.pin(head, word.pin.readers)
+            else:
+                self._server.unpin(head)
             self._mailbox.wake()  # a training thread that waits in a step may serve the pinned head at once
         else:
-            if body == "join":
-                self._fetcher.reset()
             self._mailbox.put(word)

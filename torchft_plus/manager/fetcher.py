@@ -8,7 +8,9 @@ from collections.abc import Callable
 
 from lighthouse.events import EventLog
 from lighthouse.messages import Head
-from torchft_plus.state.fetch import FetchReport, StateError, fetch_state
+from torchft_plus.state.catch_up import CatchUp
+from torchft_plus.state.errors import StateError
+from torchft_plus.state.fetch import fetch_state
 from torchft_plus.state.registry import StateRegistry
 
 logger = logging.getLogger(__name__)
@@ -18,19 +20,25 @@ class Fetcher:
     """At most one running fetch; a newer one cancels it.
 
     Args:
+        registry: receives the state.
+        catch_up: gets the plain values as soon as they are there, and the state when it is complete.
+        stall_ms: a donor that sends no byte for this long has stalled.
+        events: event log.
         report_failure: called with a sentence when the state cannot be had from any donor (fetch thread).
-        wake: called when the state has arrived (fetch thread).
+        wake: called when a fetch has ended, well or not (fetch thread).
     """
 
     def __init__(
         self,
         registry: StateRegistry,
+        catch_up: CatchUp,
         stall_ms: int,
         events: EventLog,
         report_failure: Callable[[str], None],
         wake: Callable[[], None],
     ) -> None:
         self._registry = registry
+        self._catch_up = catch_up
         self._stall_ms = stall_ms
         self._events = events
         self._report_failure = report_failure
@@ -40,17 +48,18 @@ class Fetcher:
         self._donors: list[str] = []
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
-        self._result: FetchReport | None = None
+        self.failed = False
+        """The last fetch has failed, and this was reported."""
 
     def start(self, head: Head, donors: list[str]) -> None:
-        """Fetch ``head``; a running fetch of the same head goes on, and turns to the new donors if its own fail."""
+        """Fetch ``head``; a fetch of the same head goes on, and turns to the new donors if its own fail."""
         with self._lock:
             self._donors = donors
-            if self._head == head and (self._thread is not None or self._result is not None):
+            if self._head == head:
                 return
             before = self._thread
-            self._stop_locked()
-            self._head, self._result = head, None
+            self._cancel.set()
+            self._head, self.failed = head, False
             cancel = self._cancel = threading.Event()
             thread = threading.Thread(
                 target=self._run, args=(head, cancel, before), name="fetch", daemon=True
@@ -58,67 +67,61 @@ class Fetcher:
             self._thread = thread
             thread.start()
 
-    def take(self) -> FetchReport | None:
-        """The finished fetch, if there is one; None while it runs."""
-        with self._lock:
-            return self._result
-
     def reset(self) -> None:
-        """Give up what is running or finished: another head is wanted, or the group is level."""
+        """Give up what is running: another head is wanted, or the group is level."""
         with self._lock:
-            self._stop_locked()
-            self._head = self._result = None
+            self._cancel.set()
+            self._head = None
 
     def close(self, timeout_ms: int) -> None:
         """Cancel and wait for the thread."""
-        with self._lock:
-            thread = self._thread
-            self._stop_locked()
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(timeout_ms / 1000)
-
-    def _stop_locked(self) -> None:
-        self._cancel.set()
-        self._thread = None
+        self.reset()
+        if self._thread is not None:
+            self._thread.join(timeout_ms / 1000)
 
     def _run(self, head: Head, cancel: threading.Event, before: threading.Thread | None) -> None:
         if before is not None:
-            before.join(
-                2 * self._stall_ms / 1000
-            )  # it was cancelled, and writes into the same tensors until it ends
+            # It was cancelled, and writes into the same tensors until it has ended.
+            before.join(2 * self._stall_ms / 1000)
         tried: list[str] | None = None
-        while not cancel.is_set():
+        reason = ""
+        while True:
             with self._lock:
+                if cancel.is_set():
+                    return
                 donors = list(self._donors)
+                if donors == tried:
+                    self._head, self.failed = None, True
             if donors == tried:
+                self._report_failure(reason)
+                self._wake()
                 return
             tried = donors
-            self._events.emit("fetch_started", step=head.step, donors=donors)
             try:
-                report = fetch_state(
-                    self._registry, head, donors, transfer_stall_ms=self._stall_ms, cancel=cancel
-                )
-            except StateError as error:
-                logger.warning("state of step %d was not fetched: %s", head.step, error)
-                self._failed(head, cancel, donors, str(error))
-                continue
-            self._finished(head, cancel, report)
-            return
-
-    def _failed(self, head: Head, cancel: threading.Event, donors: list[str], reason: str) -> None:
-        with self._lock:
-            again = donors != self._donors
-            current = self._head == head and not cancel.is_set()
-            if current and not again:
-                self._thread = None
-                self._head = None
-        if current and not again:
-            self._report_failure(reason)
-
-    def _finished(self, head: Head, cancel: threading.Event, report: FetchReport) -> None:
-        with self._lock:
-            if cancel.is_set() or self._head != head:
+                self._fetch(head, donors, cancel)
                 return
-            self._result, self._thread = report, None
-        self._events.emit("fetched", step=head.step, size_bytes=report.size_bytes, seconds=report.seconds)
+            except StateError as error:
+                reason = str(error)
+                logger.warning("state of step %d was not fetched: %s", head.step, reason)
+
+    def _fetch(self, head: Head, donors: list[str], cancel: threading.Event) -> None:
+        self._events.emit("fetch_started", step=head.step, donors=donors)
+        report = fetch_state(
+            self._registry,
+            head,
+            donors,
+            transfer_stall_ms=self._stall_ms,
+            cancel=cancel,
+            on_manifest=self._catch_up.offer_manifest,
+        )
+        if cancel.is_set() or not self._catch_up.offer_state(report.plan):
+            return
+        self._events.emit(
+            "fetched",
+            step=head.step,
+            size_bytes=report.size_bytes,
+            seconds=report.seconds,
+            refetched_bytes=report.refetched_bytes,
+            notes=list(report.notes),
+        )
         self._wake()

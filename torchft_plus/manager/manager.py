@@ -31,12 +31,14 @@ from torchft_plus.process_group.wrappers import ProcessGroup
 from torchft_plus.reduce.recorded import RecordedOperations, RecordedWork
 from torchft_plus.reduce.reduction import Reduction
 from torchft_plus.state.catch_up import CatchUp
+from torchft_plus.state.errors import StateError
 from torchft_plus.state.registry import StateRegistry
 from torchft_plus.state.server import StateServer
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_CATCH_UP_STEPS = 64
+VALUES_SLICE_MS = 50
 
 
 class Manager:
@@ -122,7 +124,9 @@ class Manager:
         self._commits = self._refusals = 0
         self._weight = 1.0
         self._positions: dict[str, int] = {}
-        self._positions_since_join: dict[str, int] = {}
+        self._recording = False
+        self._overflows = 0
+        self._obstacles: tuple[str, ...] = ()
         self._shut = False
         self._digested: Head | None = None
         name = f"{settings.replica_id}.{settings.group_rank}"
@@ -142,7 +146,7 @@ class Manager:
         timeouts = settings.timeouts
         self._mailbox = Mailbox()
         self._server = StateServer(
-            self.state, bind=join_address(settings.bind_host, 0), transfer_stall_ms=timeouts.transfer_stall_ms
+            self.state, bind=settings.bind_host, transfer_stall_ms=timeouts.transfer_stall_ms
         )
         self.catch_up = CatchUp(self.state, catch_up_max_steps)
         self._recorded = RecordedOperations()
@@ -157,14 +161,17 @@ class Manager:
         )
         self._fetcher = Fetcher(
             self.state,
+            self.catch_up,
             timeouts.transfer_stall_ms,
             self._events,
             lambda reason: self._agent.report(pb.RankFrame(fetch_failed=pb.RankFetchFailed(reason=reason))),
             self._mailbox.wake,
         )
-        desk = Desk(self._mailbox, self._lanes, self._fetcher, self._server)
+        desk = Desk(self._mailbox, self._lanes, self._server)
         self._agent = self._make_agent(desk)
-        self._loop = StepLoop(self._agent, self._mailbox, self._lanes, self._fetcher, self._server, Head())
+        self._loop = StepLoop(
+            self._agent, self._mailbox, self._lanes, self._fetcher, self.catch_up, self._server
+        )
         self._loop.reductions.append(self._recorded)
         self._agent.start(2 * timeouts.timeout_ms)
         if handle_sigterm and threading.current_thread() is threading.main_thread():
@@ -225,21 +232,21 @@ class Manager:
         self._touch("apply")
         if outcome.refused:
             self._refusals += 1
-            self.catch_up.reset()
-            self._positions_since_join = {}
-        else:
-            self._commits += 1
-            self._positions.update(outcome.positions)
-            if self._loop.behind:
-                self._positions_since_join.update(outcome.positions)
+            return outcome
+        self._commits += 1
+        if outcome.behind:
+            self._advance_queue(outcome)
+        self._positions.update(outcome.positions)
         return outcome
 
     def record_or_step(self, optimizers: list[torch.optim.Optimizer], step: Callable[[], Any]) -> Any:
         """Run ``step``, or record it if this group is behind and has no state to apply it to."""
-        if self._loop.behind:
-            self.catch_up.record(optimizers)
-            return None
-        return step()
+        if not self._loop.behind:
+            return step()
+        if self._recording:
+            for optimizer in optimizers:
+                self.catch_up.record(optimizer)
+        return None
 
     # --- torchft's names ---------------------------------------------------------------------------------------------
 
@@ -383,6 +390,9 @@ class Manager:
 
     def _first_start(self) -> None:
         self._started = True
+        self._obstacles = self.state.obstacles_to_catch_up()
+        for obstacle in self._obstacles:
+            logger.info("a joiner will let the others wait for its download, because %s", obstacle)
         ready = pb.RankReady(
             initial_digest=self.state.digest(),
             layout_digest=self._layout_digest(),
@@ -398,16 +408,41 @@ class Manager:
         return xxhash.xxh3_64("\n".join(parts).encode()).hexdigest()
 
     def _catch_up(self) -> bool:
-        if not self._loop.boundary():
+        """At a boundary while behind. True if this group became level."""
+        if not self._loop.boundary(wait_for_state=bool(self._obstacles)):
             return False
-        report = self._fetcher.take()
-        assert report is not None
-        self.catch_up.replay(report)
+        timeout_ms = self._settings.timeouts.transfer_stall_ms
+        if not self.catch_up.take_values(timeout_ms) or not self.catch_up.replay():
+            raise ManagerError("the state was fetched, but the recorded steps could not be replayed")
         self._fetcher.reset()
-        self._positions.update(self._positions_since_join)
-        self._positions_since_join = {}
+        self._overflows = 0
         self._emit_digest(final=True)
         return True
+
+    def _advance_queue(self, outcome: StepOutcome) -> None:
+        """While behind: note the committed step; values of the base must be there before anything is recorded."""
+        self._recording = self._take_values()
+        if not self._recording:
+            return
+        try:
+            self.catch_up.advance(outcome.head)
+        except StateError as error:
+            self._recording = False
+            self._overflows += 1
+            if self._overflows > 1:
+                raise ManagerError(str(error)) from error
+            logger.warning("%s; starting over once", error)
+            self._fetcher.reset()
+            self._agent.report(pb.RankFrame(fetch_failed=pb.RankFetchFailed(reason=str(error))))
+
+    def _take_values(self) -> bool:
+        """Plain values of the base, as soon as a donor has sent them; False if the fetch came to nothing."""
+        for _ in range(4 * self._settings.timeouts.transfer_stall_ms // VALUES_SLICE_MS):
+            if self.catch_up.take_values(VALUES_SLICE_MS):
+                return True
+            if self._fetcher.failed:
+                break
+        return False
 
     def _install_lane(self) -> None:
         lane = self._lanes.current()
@@ -426,7 +461,6 @@ class Manager:
 
     def _set_values(self, values: dict[str, Any]) -> None:
         self._positions = {str(name): int(position) for name, position in values["positions"].items()}
-        self._positions.update(self._positions_since_join)
 
     @property
     def positions(self) -> dict[str, int]:

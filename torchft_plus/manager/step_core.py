@@ -162,8 +162,9 @@ class StepCore:
         self._attempt = _Attempt(self.head.step + 1)
         self._note(f"adopted quorum {quorum.id} of {len(quorum.members)} as rank {rank}: {quorum.reason}")
         self._emit_quorum(quorum)
-        if self.level and any(not member.contributor for member in quorum.members):
-            self._pin(quorum.base)
+        joiners = sum(not member.contributor for member in quorum.members)
+        if self.level and joiners:
+            self._pin(quorum.base, joiners)
         if len(quorum.members) >= self.group.min_replica_size:
             self._configure_deadline_ms = now_ms + self.timeouts.configure_ms
             self._effects.append(ConnectMesh(quorum))
@@ -548,12 +549,14 @@ class StepCore:
         self._asked = True
         self._effects.append(SendUp(Ask(self.position(), self._leaving)))
 
-    def _pin(self, head: Head) -> None:
+    def _pin(self, head: Head, readers: int) -> None:
         """Keep ``head`` readable until everybody is level. Older pins stay: a joiner goes on with what it began (F31)."""
         if head not in self._pins:
             self._unpin(keep=MAX_PINS - 1)
             self._pins.append(head)
-            self._effects.append(Tell(pb.Word(pin=pb.WordPin(head=from_head(head), on=True))))
+            self._effects.append(
+                Tell(pb.Word(pin=pb.WordPin(head=from_head(head), on=True, readers=readers)))
+            )
 
     def _unpin(self, keep: int) -> None:
         while len(self._pins) > keep:

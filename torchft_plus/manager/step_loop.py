@@ -20,6 +20,7 @@ from torchft_plus.manager.outcome import Left, ManagerError, StepOutcome
 from torchft_plus.pb import peer_pb2 as pb
 from torchft_plus.process_group.lane import Lane, LaneError, Operation
 from torchft_plus.reduce.reduction import Reduction
+from torchft_plus.state.catch_up import CatchUp
 from torchft_plus.state.server import StateServer
 
 logger = logging.getLogger(__name__)
@@ -62,15 +63,16 @@ class StepLoop:
         mailbox: Mailbox,
         lanes: LaneBuilder,
         fetcher: Fetcher,
+        catch_up: CatchUp,
         server: StateServer,
-        head: Head,
     ) -> None:
         self._agent = agent
         self._mailbox = mailbox
         self._lanes = lanes
         self._fetcher = fetcher
+        self._catch_up = catch_up
         self._server = server
-        self.head = head
+        self.head = Head()
         self.behind = False
         self.leaving = False
         self.quorum: pb.WordConfigure | None = None
@@ -99,23 +101,31 @@ class StepLoop:
             elif self._handle(word) is not None:
                 self._drop_inputs()
 
-    def boundary(self) -> bool:
+    def boundary(self, wait_for_state: bool) -> bool:
         """While behind: stand before the next step together with the group's other ranks.
+
+        Args:
+            wait_for_state: stay until the state has arrived, and let the others wait: for states that recorded
+                steps cannot bring up to date.
 
         Returns:
             True if every rank holds the fetched state, and the queue is to be replayed now.
         """
-        self._report_boundary()
+        reported = False
         while True:
             mark = self._mailbox.mark()
             word = self._mailbox.take()
             if word is None:
-                self._wait(mark)
+                if not reported and (self._catch_up.state_offered or not wait_for_state):
+                    reported = True
+                    self._report_boundary()
+                else:
+                    self._wait(mark)
             elif word.WhichOneof("body") == "boundary":
                 self.behind = not word.boundary.replay
                 return word.boundary.replay
             elif self._handle(word) is not None:
-                self._report_boundary()
+                reported = False
 
     def begin(self, weight: float) -> None:
         """A step starts. If the lane is there, data is posted while it is computed."""
@@ -228,6 +238,8 @@ class StepLoop:
             return self._commit(word.commit)
         elif body == "join":
             return self._join(word.join)
+        elif body == "donors":
+            self._fetcher.start(to_head(word.donors.head), list(word.donors.addresses))
         elif body == "left":
             raise Left
         elif body == "fatal":
@@ -259,7 +271,9 @@ class StepLoop:
 
     def _join(self, word: pb.WordJoin) -> StepOutcome:
         self._server.withdraw()
+        self._fetcher.reset()
         self.behind, self.head, self._join_epoch = True, to_head(word.head), word.epoch
+        self._catch_up.begin(self.head)
         self._drop_inputs()
         return StepOutcome(head=self.head, refused=True, behind=True)
 
@@ -289,7 +303,7 @@ class StepLoop:
 
     def _report_boundary(self) -> None:
         boundary = pb.RankBoundary(
-            fetched=self._fetcher.take() is not None, epoch=self._join_epoch, step=self.head.step
+            fetched=self._catch_up.state_offered, epoch=self._join_epoch, step=self.head.step
         )
         self._agent.report(pb.RankFrame(boundary=boundary))
 

@@ -351,12 +351,14 @@ class WordBoundary(_message.Message):
     def __init__(self, replay: _Optional[bool] = ...) -> None: ...
 
 class WordPin(_message.Message):
-    __slots__ = ("head", "on")
+    __slots__ = ("head", "on", "readers")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     ON_FIELD_NUMBER: _ClassVar[int]
+    READERS_FIELD_NUMBER: _ClassVar[int]
     head: PeerHead
     on: bool
-    def __init__(self, head: _Optional[_Union[PeerHead, _Mapping]] = ..., on: _Optional[bool] = ...) -> None: ...
+    readers: int
+    def __init__(self, head: _Optional[_Union[PeerHead, _Mapping]] = ..., on: _Optional[bool] = ..., readers: _Optional[int] = ...) -> None: ...
 
 class WordLeft(_message.Message):
     __slots__ = ()
