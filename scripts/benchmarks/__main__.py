@@ -1,0 +1,80 @@
+"""Measure this repository beside plain torch and torchft, in one run.
+
+    scripts/bench overhead     step time with nobody failing, as a ratio to plain DDP over gloo
+    scripts/bench recovery     what a SIGKILL of one of three replica groups costs the others
+
+torchft is measured in an environment of its own: .venv-torchft, made at need, or the one that --torchft-python or
+$TORCHFT_PYTHON names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks import overhead, recovery, report, torchft_environment
+from benchmarks.children import ROOT, ChildFailed
+
+SYSTEMS = ("torchft_plus", "torchft")
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Command line."""
+    summary, _, text = (__doc__ or "").partition("\n\n")
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench",
+        description=summary,
+        epilog=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--out", type=Path, default=ROOT / "outputs", help="folder for the JSON and the Markdown file"
+    )
+    common.add_argument("--torchft-python", help="Python of an environment that has torchft 0.2.0")
+    common.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: both")
+    common.add_argument(
+        "--seed", type=int, default=0, help="of the order of blocks, the victims and the moments"
+    )
+    names = [workload.name for workload in overhead.WORKLOADS]
+    part = commands.add_parser("overhead", parents=[common], help="step time with nobody failing")
+    part.add_argument("--rounds", type=int, default=40, help="blocks of each mode (default 40)")
+    part.add_argument("--workloads", nargs="+", choices=names, default=names, help="default: all")
+    part = commands.add_parser("recovery", parents=[common], help="the survivors' gap after a SIGKILL")
+    part.add_argument("--kills", type=int, default=10, help="of each variant (default 10)")
+    variants = list(recovery.VARIANTS)
+    part.add_argument("--variants", nargs="+", choices=variants, default=variants, help="default: all")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str]) -> int:
+    """Measure, print and write."""
+    options = parse(arguments)
+    bench = {"overhead": overhead, "recovery": recovery}[options.command]
+    options.scratch = tempfile.mkdtemp(prefix=f"bench-{options.command}-")
+    try:
+        torchft = None
+        if "torchft" in options.systems:
+            torchft = torchft_environment.torchft_python(options.torchft_python)
+        result = bench.measure(options, torchft)
+    except (ChildFailed, RuntimeError) as error:
+        print(f"scripts/bench: {error}", file=sys.stderr)
+        return 1
+    tables = bench.tables(result)
+    report.print_tables(tables)
+    for path in report.write(options.out, options.command, result, tables, bench.NOTES):
+        print(path)
+    failures = bench.failures(result)
+    for failure in failures:
+        print(f"scripts/bench: {failure}", file=sys.stderr)
+    if not failures:  # otherwise its logs are wanted
+        shutil.rmtree(options.scratch, ignore_errors=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
