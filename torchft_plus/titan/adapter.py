@@ -20,7 +20,7 @@ from torchft_plus.titan.config import TitanConfig
 from torchft_plus.titan.data import Batch, CommittedBatches, Share
 from torchft_plus.titan.metrics import FaultToleranceMetrics
 from torchft_plus.titan.seam import Outcome, StepManager, connect, gradient_reducer
-from torchft_plus.titan.training_state import Advance, TrainingState
+from torchft_plus.titan.training_state import TrainingState
 
 _Stock: Any = Any if TYPE_CHECKING else object
 
@@ -42,7 +42,7 @@ class FaultTolerantMixin(_Stock):
         self._saved: SavedHead | None = None
         self._reader_start: Any = None
         self._batches = CommittedBatches(self._load_data, self.batch_generator)
-        self._training_state = TrainingState(self.lr_schedulers, self.lr_schedulers.step)
+        self._training_state = TrainingState(self.lr_schedulers)
         self._metrics = FaultToleranceMetrics()
         self._checkpoints = CommittedCheckpoints(self.checkpointer)
         self._wrap_instances()
@@ -100,7 +100,7 @@ class FaultTolerantMixin(_Stock):
 
     def _join(self) -> None:
         """Called by the stock ``train`` when it has loaded its checkpoint, before the first step."""
-        self._training_state.restore(self.step, self.ntokens_seen)
+        self._training_state.tokens = self.ntokens_seen
         manager = self._manager = self.connect()
         parameters: list[tuple[str, torch.nn.Parameter]] = []
         for index, part in enumerate(self.model_parts):
@@ -219,8 +219,7 @@ class FaultTolerantMixin(_Stock):
         if not self._behind:
             self._batches.commit()
         # Every rank of a group moves by the same number, and every group by that of all groups.
-        tokens = round(outcome.scalars.get("tokens", 0.0) / dist.get_world_size())
-        self._training_state.advance(Advance(outcome.head.step, tokens, outcome.applied), self._behind)
+        self._training_state.tokens += round(outcome.scalars.get("tokens", 0.0) / dist.get_world_size())
         self.ntokens_seen = self._training_state.tokens
 
     def _rank_loss(self) -> float:

@@ -1,4 +1,4 @@
-"""What is saved, and what a joiner makes of values that arrive while steps are committed."""
+"""What is saved on disk, and what is counted."""
 
 from __future__ import annotations
 
@@ -8,67 +8,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lighthouse.messages import Head
 from torchft_plus.titan.checkpoint import KEY, CommittedCheckpoints, SavedHead
 from torchft_plus.titan.metrics import FaultToleranceMetrics
-from torchft_plus.titan.training_state import Advance, TrainingState
-
-
-class Schedulers:
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def step(self) -> None:
-        self.epoch += 1
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch = state["epoch"]
-
-
-class Replica:
-    """A training state with the calls that the trainer makes around it."""
-
-    def __init__(self) -> None:
-        self.schedulers = Schedulers()
-        self.state = TrainingState(self.schedulers, self.schedulers.step)
-
-    def commit(self, advance: Advance, behind: bool) -> None:
-        self.state.advance(advance, behind)
-        if advance.applied:
-            self.schedulers.step()
-
-
-@given(st.lists(st.tuples(st.integers(0, 99), st.booleans()), min_size=1, max_size=20), st.data())
-def test_a_joiner_ends_with_the_donors_values_whenever_they_arrive(
-    committed: list[tuple[int, bool]], data: st.DataObject
-) -> None:
-    joined = data.draw(st.integers(0, len(committed)))
-    version = data.draw(st.integers(joined, len(committed)))
-    arrives = data.draw(st.integers(version, len(committed)))
-    donor, joiner = Replica(), Replica()
-    joiner.state.restore(0, 12345)
-    values = donor.state.get() if version == 0 else None
-    for step, (tokens, applied) in enumerate(committed, start=1):
-        donor.commit(Advance(step, tokens, applied), behind=False)
-        if step == version:
-            values = donor.state.get()
-        if step > joined:
-            joiner.commit(Advance(step, tokens, applied), behind=True)
-        if step == arrives and values is not None:
-            joiner.state.set(values)
-    if arrives == 0 and values is not None:
-        joiner = Replica()
-        joiner.state.set(values)
-        for step, (tokens, applied) in enumerate(committed, start=1):
-            joiner.commit(Advance(step, tokens, applied), behind=True)
-    assert joiner.state.get() == donor.state.get()
 
 
 def test_saved_head_survives_its_text() -> None:
