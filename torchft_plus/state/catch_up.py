@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,8 +16,9 @@ from torch.optim import Optimizer
 
 from lighthouse.messages import Head
 from torchft_plus.state.errors import StateError
+from torchft_plus.state.fetch import FetchReport
 from torchft_plus.state.load_plan import LoadPlan
-from torchft_plus.state.manifest import Manifest, head_name
+from torchft_plus.state.manifest import head_name
 from torchft_plus.state.registry import StateRegistry
 
 
@@ -83,43 +83,56 @@ class _Update:
         return sum(local.numel() * local.element_size() for local in locals_)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Step:
     """A committed step; without updates if it was skipped."""
 
-    head: Head
-    updates: list[_Update] = field(default_factory=list[_Update])
+    head: Head | None
+    updates: tuple[_Update, ...]
+
+    def size_bytes(self) -> int:
+        return sum(update.size_bytes() for update in self.updates)
+
+
+def _save_update(optimizer: Optimizer) -> _Update:
+    # A scheduler warns when it sees no call of step() before its own; the call is only put off.
+    vars(optimizer)["_opt_called"] = True
+    return _Update(
+        optimizer,
+        tuple(_save_gradient(parameter.grad) for parameter in _parameters(optimizer)),
+        tuple(_copy_options(group) for group in optimizer.param_groups),
+    )
 
 
 class CatchUp:
     """Brings a joiner level without anybody waiting for it; bit for bit what a level replica has.
 
-    The protocol, for a joiner that has adopted a quorum with base ``s``:
+    All of it on the training thread. The protocol, for a joiner that has adopted a quorum with base ``s``:
 
-    1. ``begin(s)``. A thread runs ``fetch_state(..., on_manifest=catch_up.offer_manifest)`` and then
-    ``offer_state(report.plan)``. 2. *Plain values come first.* At head ``s``, before anything of step s+1 is
-    recorded, the training thread calls
-       ``take_values``: optimizer options, schedulers, positions and all other registered values are then
-       those of a level replica at ``s``. From there on the joiner runs the same code of the training loop in
-       each step as everybody (schedulers step), so its values are right at every later head and are never
-       loaded again.
-    3. Each committed step: ``advance(head)``, then ``record(optimizer)`` in place of each optimizer's step,
-    after the user's
-       clipping. A skipped step has only ``advance``.
-    4. When the tensors of a version are there, of ``s`` or of any later head in the queue, ``replay`` loads
-    them on the training
-       thread at a boundary, leaves out what the version contains, and runs the real optimizers over the rest
-       with the recorded gradients and options; gradients and options of the moment are put back. True means
-       level.
+    1. ``begin(s)``; a background thread runs ``fetch_state``.
+    2. *Plain values come first.* In ``start_step``, while this replica's head still is ``s``, ``take_values``
+       waits for the donor's manifest and applies its plain values: optimizer options, schedulers, positions
+       and all else that was registered with ``register_values`` are those of a level replica at ``s``. From
+       there on the joiner runs the same code of the training loop in each step as everybody (schedulers
+       step), so its values are right at every later head. They are never loaded again, and in particular not
+       with the tensors.
+    3. ``record(optimizers, head)`` in place of the optimizers' steps of a commit, after the user's clipping.
+    4. When the tensors have arrived, ``replay`` loads them at a boundary, and runs the real optimizers over
+       the recorded steps, with the recorded gradients and options; gradients and options of the moment are
+       put back. True means level.
 
-    What is exact only this way: state that changes in optimizer steps. Registered tensors that other code
-    changes in a step (a running average of weights) would stay at the version;
-    ``StateRegistry.obstacles_to_catch_up`` names them. Code between backward and the optimizer step that
-    reads parameters sees those of before the fetch, or a mixture.
+    Why it is sound: with the values of ``s`` and the gradients that all replicas have in common, the options
+    of step s+1 are a function of what a level replica has, too; so are all later ones. The optimizer's state
+    and the parameters come from one version, and are changed by nothing but optimizer steps: other registered
+    tensors would stay at the version, and ``StateRegistry.obstacles_to_catch_up`` names them. Code between
+    backward and optimizer step that reads parameters sees a mixture.
 
     Args:
         registry: the state.
         max_steps: how many steps may be recorded; each holds a copy of the gradients on the host.
+
+    Raises:
+        StateError: ``max_steps`` is not positive.
     """
 
     def __init__(self, registry: StateRegistry, max_steps: int) -> None:
@@ -127,57 +140,28 @@ class CatchUp:
             raise StateError(f"max_steps is {max_steps}: at least 1 step must be recorded")
         self._registry = registry
         self._max_steps = max_steps
-        self._changed = threading.Condition()
-        self._base: Head | None = None
-        self._end = Head()
-        self._manifest: Manifest | None = None
-        self._values_taken = False
-        self._plan: LoadPlan | None = None
-        self._loaded = False
-        self._steps: deque[_Step] = deque()
-        self._overflown = False
-        self._size_bytes = 0
         self._advanced: set[tuple[int, int, str]] = set()
-
-    # --- beginning ---
+        self._steps: deque[_Step] = deque()
+        self.reset()
 
     def begin(self, base: Head) -> None:
-        """This replica joins at ``base``: forget everything recorded. The fetch for an earlier base has
-        ended."""
-        with self._changed:
-            self._restart(base)
-            self._manifest = None
-            self._values_taken = False
-
-    def begin_again(self) -> None:
-        """Join at the head that was reached, with an empty queue (after an overflow).
-
-        The values are right there already, so only tensors have to be fetched.
-
-        Raises:
-            StateError: they are not, because ``take_values`` never was successful: ``begin`` is needed.
-        """
-        with self._changed:
-            if not self._values_taken:
-                raise StateError("catch-up cannot begin again: the plain values of its base were never taken")
-            self._restart(self._end)
-
-    def _restart(self, base: Head) -> None:
+        """This replica joins at ``base``, again or for the first time: forget everything recorded."""
+        self.reset()
         self._base = base
-        self._end = base
-        self._plan = None
-        self._loaded = False
-        self._steps.clear()
+
+    def reset(self) -> None:
+        """Forget everything: this replica is level, or will join somewhere else."""
+        self._base: Head | None = None
+        self._values_taken = False
+        self._loaded: Head | None = None
         self._overflown = False
-        self._size_bytes = 0
+        self._steps.clear()
         self._advanced.clear()
 
     @property
-    def end(self) -> Head:
-        """The head that this replica will hold after the replay."""
-        if self._base is None:
-            raise StateError("catch-up has not begun")
-        return self._end
+    def values_taken(self) -> bool:
+        """True once ``take_values`` was successful: steps can be recorded."""
+        return self._values_taken
 
     @property
     def recorded_steps(self) -> int:
@@ -187,89 +171,43 @@ class CatchUp:
     @property
     def size_bytes(self) -> int:
         """Memory of the recorded gradients."""
-        return self._size_bytes
-
-    # --- what the fetch brings, any thread ---
-
-    def offer_manifest(self, manifest: Manifest) -> None:
-        """The values of a version have arrived; those of another head than the base are not needed. Any
-        thread."""
-        with self._changed:
-            if manifest.head == self._base and not self._values_taken:
-                self._manifest = manifest
-                self._changed.notify_all()
-
-    def offer_state(self, plan: LoadPlan) -> bool:
-        """The tensors of a version have arrived. Any thread.
-
-        Returns:
-            False if it is not a version of this queue, and thus of no use.
-        """
-        with self._changed:
-            heads = [self._base, *(step.head for step in self._steps)]
-            if self._loaded or plan.manifest.head not in heads:
-                return False
-            self._plan = plan
-            return True
-
-    @property
-    def state_offered(self) -> bool:
-        """True if a replay can begin or go on."""
-        return self._plan is not None
-
-    # --- training thread ---
+        return sum(step.size_bytes() for step in self._steps)
 
     def take_values(self, timeout_ms: int) -> bool:
-        """Apply the plain values of the base, waiting for them up to ``timeout_ms``; True once they are
-        applied.
+        """Apply the plain values of the base as soon as a manifest is there. Only while at the base.
 
-        To be called while this replica is at its base, that is before the first ``record``.
+        Args:
+            timeout_ms: how long to wait for the fetch to receive it; 0 only looks.
+
+        Returns:
+            True if they are applied (also if they had been before).
+
+        Raises:
+            StateError: ``begin`` was not called, or the values are not well formed.
         """
-        with self._changed:
-            if self._values_taken:
-                return True
-            if not self._changed.wait_for(lambda: self._manifest is not None, timeout_ms / 1000):
+        if self._base is None:
+            raise StateError("catch-up has not begun: there is no base whose values could be taken")
+        if not self._values_taken:
+            manifest = self._registry.wait_for_manifest(self._base, timeout_ms)
+            if manifest is None:
                 return False
-            manifest = self._manifest
-            assert manifest is not None
-        self._registry.apply_values(manifest.values)
-        self._values_taken = True
+            self._registry.apply_values(manifest.values)
+            self._values_taken = True
         return True
 
-    def advance(self, head: Head) -> None:
-        """A step was committed (or skipped) as ``head``.
+    def record(self, optimizers: Sequence[Optimizer], head: Head | None = None) -> None:
+        """In place of the optimizers' steps of a commit: keep the gradients and options that they would use
+        now.
+
+        Args:
+            optimizers: in the order of their steps; none for a step that was skipped.
+            head: as which the step was committed; if it is given, ``replay`` also takes the version of that
+                head.
 
         Raises:
-            StateError: more steps than ``max_steps`` would be recorded; ``begin`` or ``begin_again`` goes on
-                from here.
-        """
-        with self._changed:
-            if self._base is None:
-                raise StateError("catch-up has not begun")
-            self._steps.append(_Step(head))
-            self._end = head
-            if len(self._steps) > self._max_steps or self._overflown:
-                if not self._overflown:
-                    self._drop_gradients()
-                raise StateError(
-                    f"the others committed {len(self._steps)} steps while this replica fetched version "
-                    f"{head_name(self._base)}, and max_steps is {self._max_steps}: raise max_steps above the "
-                    "number of "
-                    "steps that a transfer of the state takes, or speed the transfer up"
-                )
-
-    def _drop_gradients(self) -> None:
-        self._overflown = True
-        for step in self._steps:
-            step.updates.clear()
-        self._size_bytes = 0
-
-    def record(self, optimizer: Optimizer) -> None:
-        """In place of ``optimizer.step()``: keep the gradients and options that it would use now.
-
-        Raises:
-            StateError: the values of the base were not taken, so options and schedules are not right; or no
-                step was committed.
+            StateError: the values of the base were not taken, so that options and schedules are not right; or
+                the queue is full, which is said once: the queue is of no use any more, ``begin`` at another
+                base.
         """
         if not self._values_taken:
             raise StateError(
@@ -277,59 +215,66 @@ class CatchUp:
             )
         if self._overflown:
             return
-        if not self._steps:
-            raise StateError("a step cannot be recorded before advance: no step was committed")
-        parameters = _parameters(optimizer)
-        update = _Update(
-            optimizer,
-            tuple(_save_gradient(parameter.grad) for parameter in parameters),
-            tuple(_copy_options(group) for group in optimizer.param_groups),
-        )
-        # A scheduler warns when it sees no call of step() before its own; the call is only put off.
-        vars(optimizer)["_opt_called"] = True
-        self._steps[-1].updates.append(update)
-        self._size_bytes += update.size_bytes()
+        if len(self._steps) == self._max_steps:
+            self._overflown = True
+            self._steps.clear()
+            raise StateError(
+                f"more than {self._max_steps} steps were committed while this replica fetched its state: "
+                "raise "
+                "catch_up_max_steps above the number of steps that a transfer takes, or make the transfer "
+                "faster"
+            )
+        self._steps.append(_Step(head, tuple(_save_update(optimizer) for optimizer in optimizers)))
 
-    def replay(self, budget_ms: float | None = None) -> bool:
+    def replay(self, received: FetchReport | LoadPlan, budget_ms: float | None = None) -> bool:
         """Load the version if it was not yet, and run recorded steps, at a boundary.
 
         Args:
-            budget_ms: stop after the first step that ends later than this; the rest stays for the next call.
+            received: result of the fetch, of the base or of a head that was recorded.
+            budget_ms: stop after the first step that ends later than this; call again at the next boundary.
 
         Returns:
-            True if this replica is level now: it holds the state of ``end``. False if the version has not
-            arrived or steps are left.
+            True if this replica is level now.
 
         Raises:
-            StateError: the version's trees are not well formed, or an optimizer keeps counters among its
-                options and the version is not that of the base.
+            StateError: it is another version, the queue is of no use, the version's trees are not well
+                formed, or an optimizer keeps counters among its options and the version is not that of the
+                base.
         """
         started = time.monotonic()
-        with self._changed:
-            plan = self._plan
-        if plan is None or not self._values_taken:
-            return False
-        if not self._loaded:
-            self._load(plan)
+        if self._loaded is None:
+            self._load(received if isinstance(received, LoadPlan) else received.plan)
         while self._steps:
             for update in self._steps[0].updates:
-                self._run(update, at_base=plan.manifest.head == self._base)
-                self._size_bytes -= update.size_bytes()
+                self._run(update)
             self._steps.popleft()
             if budget_ms is not None and self._steps and 1000 * (time.monotonic() - started) >= budget_ms:
                 return False
         return True
 
     def _load(self, plan: LoadPlan) -> None:
+        version = plan.manifest.head
+        if self._overflown or not self._values_taken:
+            raise StateError(
+                f"version {head_name(version)} cannot be caught up: "
+                + (
+                    "too many steps were committed"
+                    if self._overflown
+                    else "its plain values were never taken"
+                )
+            )
+        contained = 0
+        if version != self._base:
+            heads = [step.head for step in self._steps]
+            if version not in heads:
+                raise StateError(f"version {head_name(version)} is neither the base nor a recorded head")
+            contained = heads.index(version) + 1
         self._registry.apply_tensors(plan)
-        contained = plan.manifest.head != self._base
-        while contained:
-            step = self._steps.popleft()
-            self._size_bytes -= sum(update.size_bytes() for update in step.updates)
-            contained = step.head != plan.manifest.head
-        self._loaded = True
+        for _ in range(contained):
+            self._steps.popleft()
+        self._loaded = version
 
-    def _run(self, update: _Update, *, at_base: bool) -> None:
+    def _run(self, update: _Update) -> None:
         """The real step with recorded gradients and options; those of the moment are put back."""
         optimizer = update.optimizer
         parameters = _parameters(optimizer)
@@ -343,7 +288,7 @@ class CatchUp:
             for key in _changed_options(group, recorded):
                 # A counter that the step itself keeps among the options: it goes on from step to step.
                 self._advanced.add((id(optimizer), index, key))
-        if self._advanced and not at_base:
+        if self._advanced and self._loaded != self._base:
             name = type(optimizer).__name__
             raise StateError(
                 f"{name} keeps a counter among its options, so a version later than the base cannot be "

@@ -52,7 +52,6 @@ def fetch_state(
     transfer_stall_ms: int = 15_000,
     wait_ms: int | None = None,
     cancel: threading.Event | None = None,
-    on_manifest: Callable[[Manifest], None] | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     connections_per_donor: int | None = None,
 ) -> FetchReport:
@@ -74,8 +73,6 @@ def fetch_state(
         wait_ms: how long donors may take to reach the boundary at which they can serve ``head``; default:
             four stalls.
         cancel: set it to end the fetch with an error.
-        on_manifest: called once, on a thread of the fetch, before the first byte of a tensor is received:
-            plain values first.
         on_progress: called with verified and total bytes, on threads of the fetch.
         connections_per_donor: default: 2 for a single donor, else 1.
 
@@ -91,7 +88,6 @@ def fetch_state(
         stall_ms=transfer_stall_ms,
         wait_ms=4 * transfer_stall_ms if wait_ms is None else wait_ms,
         connections=connections_per_donor or (2 if len(donors) == 1 else 1),
-        on_manifest=on_manifest or (lambda _: None),
         on_progress=on_progress or (lambda _done, _total: None),
     )
     return fetch.run(list(dict.fromkeys(donors)), cancel or threading.Event())
@@ -108,7 +104,6 @@ class _Fetch:
         stall_ms: int,
         wait_ms: int,
         connections: int,
-        on_manifest: Callable[[Manifest], None],
         on_progress: Callable[[int, int], None],
     ) -> None:
         self._registry = registry
@@ -118,7 +113,6 @@ class _Fetch:
         self._connections = connections
         self.width = connections
         """How many connections share the work."""
-        self._on_manifest = on_manifest
         self._on_progress = on_progress
         self._reader = secrets.token_hex(8)
         self._lock = threading.Lock()
@@ -277,8 +271,7 @@ class _Fetch:
         with self._lock:
             if self._plan is None:
                 plan = self._registry.plan_load(manifest)
-                self._on_manifest(manifest)
-                self._registry.begin_load()
+                self._registry.begin_load(manifest)
                 self._plan, self._plan_donor, self._stripes = plan, address, Stripes(manifest.size_bytes)
                 return
             first = self._plan.manifest

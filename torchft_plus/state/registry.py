@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import xxhash
 from torch import nn
 from torch.optim import Optimizer
 
+from lighthouse.messages import Head
 from torchft_plus.state.allocate import placement_names
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.load_plan import LoadPlan
@@ -84,6 +86,8 @@ class StateRegistry:
         self._shard = shard
         self._sources: dict[str, Source] = {}
         self._holds_state = True
+        self._changed = threading.Condition()
+        self._loading: Manifest | None = None
 
     # --- registration ---
 
@@ -305,10 +309,23 @@ class StateRegistry:
             if name not in self._sources:
                 raise StateError(f"the donor has state named {name[:80]!r}, which is not registered here")
 
-    def begin_load(self) -> None:
+    def begin_load(self, manifest: Manifest) -> None:
         """From now on the memory is a mixture, until ``apply_tensors``; called by ``fetch_state`` before the
         first byte."""
-        self._holds_state = False
+        with self._changed:
+            self._holds_state = False
+            self._loading = manifest
+            self._changed.notify_all()
+
+    def wait_for_manifest(self, head: Head, timeout_ms: int) -> Manifest | None:
+        """The manifest of ``head``, as soon as a fetch has received and checked it; None if it has not in
+        time. Any thread."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._loading_head() == head, timeout_ms / 1000)
+            return self._loading if self._loading_head() == head else None
+
+    def _loading_head(self) -> Head | None:
+        return None if self._loading is None else self._loading.head
 
     def apply_values(self, values: Mapping[str, Json]) -> None:
         """Take over the plain values that follow the step. Training thread, with this replica at the
@@ -335,7 +352,9 @@ class StateRegistry:
 
         for name, tree in plan.manifest.trees.items():
             self._sources[name].apply_tree(tree, tensor)
-        self._holds_state = True
+        with self._changed:
+            self._holds_state = True
+            self._loading = None
 
 
 def describe_mismatch(own: Mapping[str, str], other: Mapping[str, str], who: str = "the donor") -> str | None:

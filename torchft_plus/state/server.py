@@ -20,6 +20,7 @@ from torchft_plus.state.http import (
     parse_range,
     parse_request,
     response_head,
+    split_address,
 )
 from torchft_plus.state.manifest import PIECE_BYTES, head_name, parse_head
 from torchft_plus.state.registry import StateRegistry
@@ -39,14 +40,12 @@ class StateServer:
     What the Manager calls, on the way of a step:
 
     - ``publish(head)`` at the boundary in ``start_step`` and again in ``finish_step`` while nothing has
-    changed yet.
-      A microsecond if nobody wants this head. If somebody does (``pin``, or a request that is waiting),
-      references to the tensors and copies of the plain values of this moment are taken, and buffers that a
-      forward may change are copied.
+      changed yet. A microsecond if nobody wants this head. If somebody does (``pin``, or a request that is
+      waiting), references to the tensors and copies of the plain values of this moment are taken, and buffers
+      that a forward may change are copied.
     - ``before_update()`` before anything registered changes: the optimizer step, schedulers, positions. It is
-    a last chance to
-      capture the published head, and then copies what readers have not verified yet; a microsecond if nobody
-      reads.
+      a last chance to capture the published head, and then copies what readers have not verified yet; a
+      microsecond if nobody reads.
     - ``pin(head, readers)`` when a quorum with joiners is adopted, on any thread: the next of the calls above
       captures ``head``. ``unpin(head)`` when the joiners are level or gone; a pin that no reader uses for
       eight times ``transfer_stall_ms`` is void by itself.
@@ -56,44 +55,43 @@ class StateServer:
 
     - ``GET /v1/state``: heads that can be read, as JSON.
     - ``GET /v1/state/{step}-{quorum_id}``: the safetensors file, with ``Range`` and ``HEAD``. With
-    ``?reader=NAME`` a checksum is
-      kept of each piece that is sent.
+      ``?reader=NAME`` a checksum is kept of each piece that is sent.
     - ``GET .../manifest?reader=NAME&wait_ms=N``: the manifest; waits for a boundary.
     - ``GET .../checksums?reader=NAME&first=I&last=J``: ``{piece: xxh3_128 or null}`` as sent to that reader;
-    null means that the
-      piece changed while it was sent and must be asked for again.
+      null means that the piece changed while it was sent and must be asked for again.
     - ``POST .../release?reader=NAME&start=A&end=B``: the reader has verified these data bytes.
 
     Statuses: 404 will never be served, 410 these bytes were let go, 503 not yet.
 
     Args:
         registry: the state.
-        bind: host name or address to listen on (IPv4 or IPv6), or a wildcard, which needs ``advertise``.
-        port: 0 takes a free one.
+        bind: "host:port" to listen on, IPv6 as "[host]:port"; port 0 takes a free one. A wildcard host needs
+            ``advertise``.
         advertise: host that readers are told; default: ``bind``.
         transfer_stall_ms: a reader that takes no byte for this long is cut off.
 
     Raises:
         StateError: it cannot listen there.
+        ValueError: ``bind`` is no address.
     """
 
     def __init__(
         self,
         registry: StateRegistry,
         *,
-        bind: str = "127.0.0.1",
-        port: int = 0,
+        bind: str = "127.0.0.1:0",
         advertise: str | None = None,
         transfer_stall_ms: int = DEFAULT_TRANSFER_STALL_MS,
     ) -> None:
-        if bind in ("", "0.0.0.0", "::") and advertise is None:
+        host, port = split_address(bind)
+        if host in ("0.0.0.0", "::") and advertise is None:
             raise StateError(
                 f"bind {bind!r} is a wildcard: say with advertise which host readers are to be told"
             )
         self._store = VersionStore(registry, _LINGER_STALLS * transfer_stall_ms)
         self._stall_ms = transfer_stall_ms
-        self._listener = _listen(bind, port)
-        self.address = join_address(advertise or bind, self._listener.getsockname()[1])
+        self._listener = _listen(host, port)
+        self.address = join_address(advertise or host, self._listener.getsockname()[1])
         """"host:port" for readers."""
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, Stream] = {}
@@ -311,7 +309,7 @@ def _require(version: Version, start: int, end: int) -> None:
 def _listen(bind: str, port: int) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(
-            bind or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         return socket.create_server(address[:2], family=family, backlog=_MAX_CONNECTIONS)
     except OSError as error:
