@@ -32,9 +32,9 @@ make_environment() {
         rm -rf "$folder"
         "$python" -m venv "$folder"
         echo "installing torch into $folder"
-        "$folder/bin/pip" install -q "$TORCH" # first: nothing that follows may choose another
+        "$folder/bin/pip" install -qq "$TORCH" # first: nothing that follows may choose another
     fi
     echo "installing torchft-plus[$(IFS=,; echo "$*")] and torchtitan $torchtitan into $folder"
-    "$folder/bin/pip" install -q -e ".[$(IFS=,; echo "$*")]" "torchtitan==$torchtitan" "$TORCH"
+    "$folder/bin/pip" install -qq -e ".[$(IFS=,; echo "$*")]" "torchtitan==$torchtitan" "$TORCH"
     printf '%s\n' "$stamp" "$@" >"$folder/.made"
 }
