@@ -201,8 +201,8 @@ class FaultTolerantMixin(_Stock):
         self._micro_batches += 1
         if self._micro_batches == self.gradient_accumulation_steps:
             self._finish_step()
-        # The groups have skipped a step that is not finite: torchtitan 0.3 would end this process for it.
-        return loss if bool(torch.isfinite(loss)) else torch.zeros_like(loss)
+        # A step that is not finite is skipped by all groups; torchtitan 0.3 would end this process for it.
+        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
 
     def _finish_step(self) -> None:
         """Average over the groups, vote, and note what was committed."""

@@ -83,10 +83,10 @@ class StepManager(Protocol):
 
 
 def gradient_reducer(parameters: Sequence[tuple[str, torch.nn.Parameter]]) -> Any:
-    """What averages the gradients of ``parameters`` over the groups."""
+    """What averages the gradients of ``parameters`` over the groups; all skip a step in which one is not finite."""
     from torchft_plus.reduce.reducer import GradientReducer
 
-    return GradientReducer(parameters)
+    return GradientReducer(parameters, check_finite=True)
 
 
 def connect(config: TitanConfig) -> Any:
