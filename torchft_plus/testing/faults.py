@@ -1,0 +1,227 @@
+"""What goes wrong in a run, and when: at random times, or aimed at what a member is just doing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from torchft_plus.testing.client import LIGHTHOUSE_ADDRESS
+
+if TYPE_CHECKING:
+    from torchft_plus.testing.group import Group
+    from torchft_plus.testing.simulation import Simulation
+
+PROFILES: dict[str, dict[str, int]] = {
+    "crash": {"crash": 10},
+    "death": {"crash": 6, "power_loss": 3, "lighthouse_crash": 2},
+    "network": {"partition": 6, "one_way": 4, "break": 6, "isolate": 4, "no_lighthouse": 4, "crash": 2},
+    "pause": {"pause": 8, "freeze_rank": 4, "stall": 4, "crash": 2, "lighthouse_pause": 2},
+    "lighthouse": {
+        "lighthouse_crash": 6,
+        "lighthouse_disk": 4,
+        "lighthouse_store": 4,
+        "lighthouse_second": 3,
+        "lighthouse_pause": 3,
+        "crash": 4,
+        "no_lighthouse": 3,
+    },
+    "members": {"leave": 5, "crash": 4, "power_loss": 2, "break": 2, "pause": 2, "object": 2},
+    "all": {
+        "crash": 6,
+        "power_loss": 2,
+        "partition": 3,
+        "one_way": 2,
+        "isolate": 3,
+        "no_lighthouse": 3,
+        "break": 4,
+        "pause": 4,
+        "freeze_rank": 2,
+        "stall": 2,
+        "leave": 2,
+        "object": 1,
+        "duplicate": 1,
+        "lighthouse_crash": 3,
+        "lighthouse_disk": 1,
+        "lighthouse_store": 2,
+        "lighthouse_second": 1,
+        "lighthouse_pause": 1,
+    },
+}
+"""Faults of a profile, with weights."""
+AIMED = ("quorum", "revoked", "fault", "commit", "behind", "level", "refused", "vote", "block")
+"""Moments at which an aimed fault strikes."""
+
+
+class Faults:
+    """Chooses and injects the faults of one run."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._world = simulation.world
+        weights = PROFILES[self._world.settings.profile]
+        self._kinds = [kind for kind, weight in weights.items() for _ in range(weight)]
+        self._aimed: list[tuple[str, str, int]] = []
+        self._undo: list[Callable[[], None]] = []
+
+    def plan(self) -> None:
+        """Choose what will happen."""
+        settings = self._world.settings
+        for _ in range(settings.faults):
+            kind = self._kinds[int(self._world.random.random() * len(self._kinds))]
+            if self._world.chance(0.4):
+                moment = AIMED[int(self._world.random.random() * len(AIMED))]
+                self._aimed.append((kind, moment, self._world.between((1, 12))))
+            else:
+                at_ms = self._world.between((50, settings.chaos_ms))
+                self._world.scheduler.after(at_ms, self._strike, kind, None)
+
+    def saw(self, moment: str, group: Group) -> None:
+        """Something happened in a group; maybe an aimed fault strikes there now."""
+        if self._world.calm or not self._aimed:
+            return
+        for index, (kind, wanted, count) in enumerate(self._aimed):
+            if wanted != moment:
+                continue
+            if count > 1:
+                self._aimed[index] = (kind, wanted, count - 1)
+            else:
+                del self._aimed[index]
+                self._world.scheduler.after(self._world.between((0, 4)), self._strike, kind, group)
+            return
+
+    def end(self) -> None:
+        """Everything is mended."""
+        self._aimed.clear()
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        self._simulation.network.heal()
+        for group in self._simulation.launcher.all:
+            for life in group.lives:
+                life.wake()
+
+    # --- kinds -----------------------------------------------------------------------------------------------------------
+
+    def _strike(self, kind: str, group: Group | None) -> None:
+        if self._world.calm:
+            return
+        if group is None or not group.alive:
+            living = [g for g in self._simulation.launcher.groups.values() if g.alive]
+            if not living:
+                return
+            group = living[int(self._world.random.random() * len(living))]
+        self._world.trace("fault", "{} at {}", kind, group.process)
+        getattr(self, f"_{kind}")(group)
+
+    def _for_a_while(self, bounds: tuple[int, int], undo: Callable[[], None]) -> None:
+        self._undo.append(undo)
+        self._world.scheduler.after(self._world.between(bounds), undo)
+
+    def _duration(self) -> tuple[int, int]:
+        return (20, 400) if self._world.chance(0.6) else (300, 3_000)
+
+    def _crash(self, group: Group) -> None:
+        group.end(-9, "killed")
+
+    def _power_loss(self, group: Group) -> None:
+        group.end(-9, "power loss", silently=True)
+
+    def _partition(self, group: Group) -> None:
+        """Two sets of hosts cannot reach each other; the Lighthouse is on one side, or on both."""
+        hosts = [f"host_{replica_id}" for replica_id in self._simulation.launcher.groups]
+        left = [host for host in hosts if self._world.chance(0.5)] or [group.host]
+        right = [host for host in hosts if host not in left]
+        side = self._world.between((0, 2))
+        if side < 2:
+            (left if side == 0 else right).append(LIGHTHOUSE_ADDRESS)
+        self._cut([(a, b) for a in left for b in right] + [(b, a) for a in left for b in right])
+
+    def _one_way(self, group: Group) -> None:
+        others = [f"host_{replica_id}" for replica_id in self._simulation.launcher.groups] + [LIGHTHOUSE_ADDRESS]
+        pairs = [(group.host, other) for other in others if other != group.host and self._world.chance(0.6)]
+        self._cut(pairs if self._world.chance(0.5) else [(b, a) for a, b in pairs])
+
+    def _isolate(self, group: Group) -> None:
+        others = [f"host_{r}" for r in self._simulation.launcher.groups if f"host_{r}" != group.host]
+        others.append(LIGHTHOUSE_ADDRESS)
+        self._cut([(group.host, other) for other in others] + [(other, group.host) for other in others])
+
+    def _no_lighthouse(self, group: Group) -> None:
+        self._cut([(group.host, LIGHTHOUSE_ADDRESS), (LIGHTHOUSE_ADDRESS, group.host)])
+
+    def _cut(self, pairs: list[tuple[str, str]]) -> None:
+        network = self._simulation.network
+        network.cut_off(pairs)
+        if self._world.chance(0.4):
+            self._break_between(pairs)
+        self._for_a_while(self._duration(), lambda: network.heal(pairs))
+
+    def _break_between(self, pairs: list[tuple[str, str]]) -> None:
+        for group in self._simulation.launcher.all:
+            for life in group.lives:
+                for end in list(life.ends):
+                    if end.peer is not None and (life.host, end.peer.life.host) in pairs and self._world.chance(0.7):
+                        self._simulation.network.break_connection(end, "no answer")
+
+    def _break(self, group: Group) -> None:
+        ends = [end for life in group.lives for end in life.ends]
+        if ends:
+            end = ends[int(self._world.random.random() * len(ends))]
+            self._simulation.network.break_connection(end, "reset by a proxy")
+
+    def _pause(self, group: Group) -> None:
+        """SIGSTOP of a whole group."""
+        for life in group.lives:
+            life.pause()
+            self._for_a_while(self._duration(), life.wake)
+        limit_ms = self._world.settings.timeouts.heartbeat_timeout_ms
+        for rank in range(group.ranks_count):
+            if self._world.chance(0.2):
+                self._world.scheduler.after(limit_ms, group.rank_frozen, rank)
+
+    def _freeze_rank(self, group: Group) -> None:
+        """SIGSTOP of one rank."""
+        rank = self._world.between((0, group.ranks_count - 1))
+        group.lives[rank].pause()
+        self._world.scheduler.after(self._world.settings.timeouts.heartbeat_timeout_ms, group.rank_frozen, rank)
+        self._for_a_while(self._duration(), group.lives[rank].wake)
+
+    def _stall(self, group: Group) -> None:
+        """The training thread of a rank is slow for a step."""
+        rank = group.ranks[self._world.between((0, group.ranks_count - 1))]
+        rank.stall_ms = self._world.between((200, 4_000))
+
+    def _object(self, group: Group) -> None:
+        group.ranks[self._world.between((0, group.ranks_count - 1))].objects = True
+
+    def _leave(self, group: Group) -> None:
+        group.leave_wanted()
+
+    def _duplicate(self, group: Group) -> None:
+        """A second process of the same name is started while the first one lives."""
+        self._simulation.launcher.start(group.process.replica_id)
+
+    def _lighthouse_crash(self, group: Group) -> None:
+        del group
+        self._simulation.crash_lighthouse(lose_disk=False)
+
+    def _lighthouse_disk(self, group: Group) -> None:
+        del group
+        self._simulation.crash_lighthouse(lose_disk=True)
+
+    def _lighthouse_store(self, group: Group) -> None:
+        del group
+        if self._simulation.lighthouse is not None:
+            self._simulation.lighthouse.die_at_next_store("before" if self._world.chance(0.5) else "after")
+
+    def _lighthouse_second(self, group: Group) -> None:
+        """A new Lighthouse takes over while the old one still runs."""
+        del group
+        self._simulation.start_lighthouse()
+
+    def _lighthouse_pause(self, group: Group) -> None:
+        del group
+        lighthouse = self._simulation.lighthouse
+        if lighthouse is not None and lighthouse.alive:
+            lighthouse.life.pause()
+            self._for_a_while(self._duration(), lighthouse.life.wake)

@@ -1,0 +1,187 @@
+"""Simulated Lighthouses: the real quorum core with the habits of ``LighthouseDaemon`` and ``Job``, and its store."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lighthouse.core.clock import RunningClock
+from lighthouse.core.quorum_core import QuorumCore
+from lighthouse.core.words import (
+    Close,
+    Connected,
+    Disconnected,
+    Effect,
+    Event,
+    ExitSeen,
+    Note,
+    Ponged,
+    Received,
+    Record,
+    Resumed,
+    Send,
+    SendPing,
+    Store,
+)
+from lighthouse.messages import Ask, Beat, Fault, Process
+from torchft_plus.testing.client import LIGHTHOUSE_ADDRESS, BeatAnswer, Open, Ping, Pong
+from torchft_plus.testing.network import End, Life
+
+if TYPE_CHECKING:
+    from torchft_plus.testing.simulation import Simulation
+
+TICK_MS = 100
+
+
+class Disk:
+    """What survives a Lighthouse."""
+
+    def __init__(self) -> None:
+        self.record: Record | None = None
+
+
+class Lighthouse:
+    """One life of a Lighthouse."""
+
+    def __init__(self, simulation: Simulation, number: int, disk: Disk, clock_seconds: int) -> None:
+        self.simulation = simulation
+        self.world = simulation.world
+        self.disk = disk
+        self.life = Life(self.world, LIGHTHOUSE_ADDRESS, f"lighthouse.{number}")
+        heartbeat_ms = self.world.settings.timeouts.heartbeat_timeout_ms
+        self._clock = RunningClock(max(2 * TICK_MS, min(1_000, heartbeat_ms // 2)))
+        self._sessions: dict[tuple[Process, int], End] = {}
+        self._die_at_store = ""
+        self.core = QuorumCore(self.world.settings.core_config(), disk.record, clock_seconds, self._read_clock())
+        simulation.network.listen(LIGHTHOUSE_ADDRESS, self.life, self._accept)
+
+    @property
+    def alive(self) -> bool:
+        """True until it ended."""
+        return self.life.alive
+
+    def start(self) -> None:
+        """Claim the epoch and serve."""
+        self.world.trace(self.life.name, "starts, epoch {}, stored {}", self.core.epoch, self.disk.record)
+        self._carry_out(self.core.start())
+        self.life.after(TICK_MS, self._tick)
+
+    def die(self, reason: str) -> None:
+        """Crash or stop."""
+        if self.alive:
+            self.world.trace(self.life.name, "ends: {}", reason)
+            self.simulation.network.end_life(self.life)
+
+    def die_at_next_store(self, when: str) -> None:
+        """Crash "before" the next quorum is stored, or "after" it was stored and before anybody is told."""
+        self._die_at_store = when
+
+    def exit_seen(self, process: Process) -> bool:
+        """A launcher's report; False if it has to come again."""
+        if not self.alive or self.life.paused:
+            return False
+        self.world.trace(self.life.name, "is told that {} has exited", process)
+        self._handle(ExitSeen(process))
+        return True
+
+    # --- sessions ------------------------------------------------------------------------------------------------------
+
+    def _accept(self, end: End) -> None:
+        key: list[tuple[Process, int]] = []
+
+        def read(message: Any) -> None:
+            if key:
+                self.simulation.heard(key[0][0])
+            if isinstance(message, Open):
+                if (message.process, message.session) in self._sessions:
+                    end.close()
+                    return
+                key.append((message.process, message.session))
+                self._sessions[key[0]] = end
+                end.send(BeatAnswer())
+                self.world.trace(self.life.name, "session {} of {}: {}", message.session, message.process, message.hello)
+                self._handle(Connected(message.process, message.session, message.hello))
+            elif not key:
+                end.close()
+            elif isinstance(message, Beat):
+                end.send(BeatAnswer())
+                self._handle(Received(*key[0], message))
+            elif isinstance(message, Ask | Fault):
+                self.world.trace(self.life.name, "hears from {}: {}", key[0][0], message)
+                self._handle(Received(*key[0], message))
+            elif isinstance(message, Pong):
+                self._handle(Ponged(*key[0]))
+
+        def lost(reason: str) -> None:
+            if key and self._sessions.pop(key[0], None) is not None:
+                self.world.trace(self.life.name, "lost session {} of {}: {}", key[0][1], key[0][0], reason)
+                self._handle(Disconnected(*key[0]))
+
+        end.attach(read, lost)
+
+    def _close(self, process: Process, session: int) -> None:
+        end = self._sessions.pop((process, session), None)
+        if end is not None:
+            end.close()
+            self.life.after(0, self._handle, Disconnected(process, session))
+
+    # --- the core ------------------------------------------------------------------------------------------------------
+
+    def _read_clock(self) -> int:
+        now_ms, paused = self._clock.read(self.world.now_ms)
+        if paused:
+            self._run(self.core.handle(Resumed(), now_ms))
+        return now_ms
+
+    def _handle(self, event: Event) -> None:
+        if self.alive:
+            now_ms = self._read_clock()
+            if self.alive:
+                self._run(self.core.handle(event, now_ms))
+
+    def _tick(self) -> None:
+        now_ms = self._read_clock()
+        deadline_ms = self.core.deadline()
+        if deadline_ms is not None and deadline_ms <= now_ms:
+            self._run(self.core.tick(now_ms))
+        deadline_ms = self.core.deadline()
+        wait_ms = TICK_MS if deadline_ms is None else min(TICK_MS, max(1, deadline_ms - now_ms))
+        self.life.after(wait_ms, self._tick)
+
+    def _run(self, effects: list[Effect]) -> None:
+        self.core.validate()
+        self._carry_out(effects)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            if not self.alive:
+                return
+            if isinstance(effect, Store):
+                self._store(effect)
+            elif isinstance(effect, Send):
+                self.simulation.oracle.sent(effect.process, effect.message, self.disk.record)
+                end = self._sessions.get((effect.process, effect.session))
+                if end is not None:
+                    end.send(effect.message)
+            elif isinstance(effect, SendPing):
+                end = self._sessions.get((effect.process, effect.session))
+                if end is not None:
+                    end.send(Ping())
+            elif isinstance(effect, Close):
+                self._close(effect.process, effect.session)
+            else:
+                assert isinstance(effect, Note)
+                self.world.trace(self.life.name, "{}", effect.text)
+
+    def _store(self, effect: Store) -> None:
+        forms = effect.record.q_last is not None
+        if forms and self._die_at_store == "before":
+            self.die("crashed before the write")
+            return
+        stored_epoch = self.disk.record.epoch if self.disk.record is not None else None
+        if stored_epoch != effect.expected_epoch:
+            self.die("another Lighthouse has taken over the store")
+            return
+        self.disk.record = effect.record
+        self.simulation.oracle.stored(self, effect.record)
+        if forms and self._die_at_store == "after":
+            self.die("crashed after the write")

@@ -1,0 +1,252 @@
+"""Checks the promises after every event of a run. It sees everything; the cores do not see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lighthouse.core.words import Record
+from lighthouse.messages import Down, Form, Head, Process, Quorum
+from torchft_plus.manager.step_core import StepCore
+from torchft_plus.pb import peer_pb2 as pb
+from torchft_plus.testing.content import Gradient, State, next_content
+from torchft_plus.testing.world import Violation, World
+
+if TYPE_CHECKING:
+    from torchft_plus.testing.group import Group
+    from torchft_plus.testing.lighthouse_host import Lighthouse
+    from torchft_plus.testing.rank import Outcome, Rank
+
+Key = tuple[int, int, str]
+
+
+def key_of(head: Head) -> Key:
+    """A head as a whole; the digest counts at step 0 only."""
+    return (head.step, head.quorum_id, head.digest if head.step == 0 else "")
+
+
+@dataclass(slots=True)
+class Commit:
+    """A committed step, as the first rank that applied it saw it."""
+
+    content: str
+    contributions: tuple[tuple[str, int], ...]
+    skipped: bool
+
+
+class Oracle:
+    """Knows the one lineage, and compares everybody with it."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.groups: list[Group] = []
+        """All lives of all groups, for whoever looks from above."""
+        self.calm_steps = 0
+        """Steps that all groups committed together, level, since the last fault."""
+        self.positions: dict[Key, dict[str, int]] = {}
+        self.head_of_step: dict[int, Head] = {}
+        """The lineage: who committed each step."""
+        self._parents: dict[Key, Head | None] = {}
+        self.contents: dict[Key, str] = {}
+        self.quorums: dict[int, Quorum] = {}
+        self.commits: dict[Key, Commit] = {}
+        self.total_losses = 0
+        self._highest_stored = 0
+        self._outcomes: dict[Process, list[tuple[str, Head]]] = {}
+        self._steps_of: dict[str, int] = {}
+        self._core_heads: dict[Process, tuple[int, Head]] = {}
+        self._yes: dict[Process, tuple[int, int]] = {}
+        self.lost_gradients = 0
+        """Computed by a group that lives, and refused."""
+
+    def fail(self, promise: str, sentence: str) -> None:
+        """A promise is broken."""
+        raise Violation(f"{promise}: {sentence}")
+
+    # --- the Lighthouse ---------------------------------------------------------------------------------------------
+
+    def stored(self, lighthouse: Lighthouse, record: Record) -> None:
+        """A record was written: ids grow, a quorum is written once."""
+        quorum = record.q_last
+        if quorum is None or quorum.id in self.quorums:
+            if quorum is not None and self.quorums[quorum.id] != quorum:
+                self.fail("P2", f"two quorums have the id {quorum.id}")
+            return
+        if quorum.id <= self._highest_stored:
+            self.fail("P2", f"quorum id {quorum.id} is not above {self._highest_stored}")
+        self._highest_stored = quorum.id
+        self.quorums[quorum.id] = quorum
+        self._check_base(quorum)
+
+    def _check_base(self, quorum: Quorum) -> None:
+        base = quorum.base
+        last_step = max(self.head_of_step, default=0)
+        here = self.head_of_step.get(base.step)
+        known = base.step == 0 or here is None or key_of(here) == key_of(base)
+        if known and last_step <= base.step <= last_step + 1:
+            self._extend(base)
+        elif quorum.reload:
+            self._total_loss(base, last_step)
+        else:
+            self.fail("P2", f"quorum {quorum.id} goes on from {base}, the lineage is at {self.head_of_step[last_step]}")
+
+    def _extend(self, head: Head) -> None:
+        if head.step > 0 and head.step not in self.head_of_step:
+            self.head_of_step[head.step] = head
+            self._parents[key_of(head)] = self.head_of_step.get(head.step - 1)
+
+    def _total_loss(self, base: Head, last_step: int) -> None:
+        """The chain goes on from another head: allowed only if nobody who could come back holds a later one."""
+        self.total_losses += 1
+        holders = [
+            f"{group.process} at {group.core.head}"
+            for group in self.groups
+            if group.alive
+            and group.core is not None
+            and group.core.level
+            and group.core.ended is None
+            and group.core.head.order > base.order
+            and not self._silent_for_good(group)
+        ]
+        if holders:
+            self.fail("P2", f"total loss to step {base.step} of {last_step}, but {holders} hold later states")
+        self.head_of_step.clear()
+        head: Head | None = base
+        while head is not None and head.step > 0:
+            self.head_of_step[head.step] = head
+            head = self._parents.get(key_of(head))
+
+    def _silent_for_good(self, group: Group) -> bool:
+        silent_ms = self._world.now_ms - group.heard_ms
+        return silent_ms > self._world.settings.timeouts.outage_limit_ms or group.replaced
+
+    def sent(self, process: Process, message: Down, record: Record | None) -> None:
+        """The Lighthouse tells somebody: a quorum only to its members, and only when it is stored."""
+        if isinstance(message, Form):
+            quorum = message.quorum
+            if quorum.rank_of(process) is None:
+                self.fail("L4", f"quorum {quorum.id} is sent to {process}, who is not in it")
+            if record is None or record.q_last != quorum:
+                self.fail("L1", f"quorum {quorum.id} is told and not stored")
+
+    # --- step cores ---------------------------------------------------------------------------------------------------
+
+    def started(self, group: Group, head: Head, state: State) -> None:
+        """A new life of a group."""
+        self.contents.setdefault(key_of(head), state.content)
+        for other in self.groups:
+            if other is not group and other.alive and other.process.replica_id == group.process.replica_id:
+                other.replaced = True
+
+    def told(self, group: Group, quorum: Quorum) -> None:
+        """A member is told of a quorum."""
+        if quorum.rank_of(group.process) is None:
+            self.fail("L4", f"{group.process} got quorum {quorum.id} and is not in it")
+
+    def core_changed(self, group: Group, core: StepCore) -> None:
+        """A step core has handled an event: its floor only grows."""
+        before = self._core_heads.get(group.process)
+        if before is not None and core.floor < before[0]:
+            self.fail("M4", f"the floor of {group.process} fell from {before[0]} to {core.floor}")
+        self._core_heads[group.process] = (core.floor, core.head)
+
+    def sends_peers(self, group: Group, frame: pb.PeerFrame) -> None:
+        """A frame goes to the peers: nothing below or at the floor, a yes only when it is noted."""
+        core = group.core
+        assert core is not None
+        if frame.WhichOneof("body") == "vote":
+            voted = core.voted
+            step = (frame.vote.step, frame.vote.quorum_id)
+            known = core.head.step >= frame.vote.step
+            if not known and (voted is None or (voted.step, voted.quorum_id) != step):
+                self.fail("M2", f"{group.process} posts a yes for {step} and has noted {voted}")
+
+    def committed(self, group: Group, head: Head) -> None:
+        """A leader has committed ``head``."""
+        if head.quorum_id not in self.quorums:
+            self.fail("P2", f"{group.process} commits {head} under a quorum that was never stored")
+        if group.replaced or self._silent_for_good(group):
+            return
+        here = self.head_of_step.get(head.step)
+        last_step = max(self.head_of_step, default=0)
+        if here is None and head.step == last_step + 1:
+            self._extend(head)
+        elif here is None or key_of(here) != key_of(head):
+            self.fail("P2", f"{group.process} commits {head}, the lineage has {here} and is at step {last_step}")
+
+    # --- ranks ----------------------------------------------------------------------------------------------------------
+
+    def computed(self, rank: Rank, gradient: Gradient) -> None:
+        """A rank has computed a gradient: it must have been at the content of its head."""
+        self.stands(rank)
+
+    def stands(self, rank: Rank) -> None:
+        """A level rank stands at its head: equal heads have equal contents (P1)."""
+        key = key_of(rank.head)
+        content = self.contents.setdefault(key, rank.content or "torn")
+        if rank.content != content and not rank.group.replaced:
+            self.fail("P1", f"{rank.name} at {rank.head} holds {rank.content}, others {content}")
+
+    def applied(self, rank: Rank, outcome: Outcome) -> None:
+        """A rank has applied (or recorded, or skipped) a committed step."""
+        if rank.group.replaced:
+            return
+        contributions = tuple((g.replica_id, g.batch) for g in sorted(outcome.result))
+        key = key_of(outcome.head)
+        commit = self.commits.get(key)
+        skipped = outcome.kind == "skipped"
+        if not skipped and len(contributions) != round(outcome.total_weight):
+            self.fail("P1", f"{rank.name}: step {outcome.head} has weight {outcome.total_weight} and data of {contributions}")
+        if self._world.calm and commit is None:
+            full = len(contributions) == self._world.settings.groups or (skipped and not contributions)
+            self.calm_steps = self.calm_steps + 1 if full else 0
+        if commit is None:
+            self._check_accounts(rank, outcome, contributions)
+            self.commits[key] = commit = Commit("", contributions, skipped)
+        elif (commit.contributions, commit.skipped) != (contributions, skipped):
+            self.fail("P1", f"{rank.name}: {outcome.head} has {contributions} {skipped}, others have {commit}")
+        if rank.behind or rank.content is None:
+            return
+        contents = {g.computed_at for g in outcome.result}
+        if len(contents) > 1:
+            self.fail("P1", f"{rank.name}: step {outcome.head} averages gradients of different states {outcome.result}")
+        self.stands(rank)
+
+    def _check_accounts(self, rank: Rank, outcome: Outcome, contributions: tuple[tuple[str, int], ...]) -> None:
+        """P10: each batch of each replica is committed once, in order."""
+        moved = {replica_id: batch + 1 for replica_id, batch in contributions}
+        if outcome.kind != "skipped" and moved != outcome.positions:
+            self.fail("P10", f"step {outcome.head} commits {contributions}, its positions say {outcome.positions}")
+        quorum = self.quorums[outcome.head.quorum_id]
+        previous = outcome.head.step - 1
+        key = self._parent(quorum, outcome.head)
+        before = self.positions.get(key, {}) if previous else {}
+        for replica_id, position in outcome.positions.items():
+            if before.get(replica_id, 0) != position - 1:
+                self.fail(
+                    "P10",
+                    f"step {outcome.head} commits batch {position - 1} of {replica_id}, expected {before.get(replica_id, 0)}",
+                )
+        self.positions[key_of(outcome.head)] = {**before, **outcome.positions}
+
+    def _parent(self, quorum: Quorum, head: Head) -> Key:
+        if quorum.base.step == head.step - 1:
+            return key_of(quorum.base)
+        return (head.step - 1, quorum.id, "")
+
+    def refused(self, rank: Rank, gradient: Gradient | None) -> None:
+        """A step was refused on a rank."""
+        if gradient is not None:
+            self.lost_gradients += 1
+
+    def outcome(self, group: Group, rank: Rank, outcome: Outcome) -> None:
+        """M7: all ranks of a group end the same steps in the same way."""
+        mine = self._outcomes.setdefault(group.process, [])
+        number = self._steps_of.get(rank.name + rank.life.name, 0)
+        self._steps_of[rank.name + rank.life.name] = number + 1
+        entry = (outcome.kind, outcome.head)
+        if number < len(mine):
+            if mine[number] != entry:
+                self.fail("M7", f"{rank.name} ended step {number} as {entry}, another rank as {mine[number]}")
+        else:
+            mine.append(entry)

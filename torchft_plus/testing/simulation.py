@@ -1,0 +1,180 @@
+"""One simulated run: everything put together, faults, then calm, and what must be true at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from random import Random
+
+from lighthouse.messages import Process
+from lighthouse.timeouts import Timeouts
+from torchft_plus.testing.collective import Collectives
+from torchft_plus.testing.donors import Directory
+from torchft_plus.testing.faults import PROFILES, Faults
+from torchft_plus.testing.launcher import Checkpoints, Launcher
+from torchft_plus.testing.lighthouse_host import Disk, Lighthouse
+from torchft_plus.testing.network import Network
+from torchft_plus.testing.oracle import Oracle
+from torchft_plus.testing.world import Settings, World
+
+CALM_STEPS = 3
+"""So many steps must be committed by all together after the last fault."""
+RESTART_CHECK_MS = 50
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How a run went."""
+
+    seed: int
+    steps: int
+    quorums: int
+    incarnations: int
+    total_losses: int
+    lost_gradients: int
+    events: int
+    calm_ms: int
+    """From the last fault until everybody had committed together."""
+
+
+class Simulation:
+    """One run. ``run`` raises Violation, or an AssertionError of ``validate`` of a core."""
+
+    def __init__(self, settings: Settings, trace: bool = False) -> None:
+        self.world = World(settings, trace)
+        self.network = Network(self.world)
+        timeouts = settings.timeouts
+        self.collectives = Collectives(self.network, timeouts.configure_ms, 2 * timeouts.timeout_ms)
+        self.directory = Directory(self.network)
+        self.oracle = Oracle(self.world)
+        self.disk = Checkpoints(self)
+        self.lighthouse_disk = Disk()
+        self.launcher = Launcher(self)
+        self.oracle.groups = self.launcher.all
+        self.faults = Faults(self)
+        self.hosts: dict[str, str] = {}
+        self.lighthouse: Lighthouse | None = None
+        self._lighthouses = 0
+
+    # --- the Lighthouse ------------------------------------------------------------------------------------------------
+
+    def start_lighthouse(self) -> None:
+        """Start a Lighthouse at the known address; an older one may still run."""
+        self._lighthouses += 1
+        clock_seconds = 1_000 + self.world.now_ms // 1_000
+        self.lighthouse = Lighthouse(self, self._lighthouses, self.lighthouse_disk, clock_seconds)
+        self.lighthouse.start()
+
+    def crash_lighthouse(self, lose_disk: bool) -> None:
+        """Its process ends; a new one is started, with the same disk or with an empty one."""
+        if self.lighthouse is not None:
+            self.lighthouse.die("crashed")
+        if lose_disk:
+            self.lighthouse_disk = Disk()
+
+    def _keep_lighthouse(self) -> None:
+        if self.lighthouse is None or not self.lighthouse.alive:
+            delay_ms = self.world.between((50, 300) if self.world.calm else (50, 2_500))
+            self.world.scheduler.after(delay_ms, self._restart_lighthouse)
+        else:
+            self.world.scheduler.after(RESTART_CHECK_MS, self._keep_lighthouse)
+
+    def _restart_lighthouse(self) -> None:
+        if self.lighthouse is None or not self.lighthouse.alive:
+            self.start_lighthouse()
+        self._keep_lighthouse()
+
+    def heard(self, process: Process) -> None:
+        """The Lighthouse hears from a process."""
+        group = self.launcher.by_process.get(process)
+        if group is not None:
+            group.heard_ms = self.world.now_ms
+
+    # --- the run --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Report:
+        """Chaos, calm, liveness."""
+        settings = self.world.settings
+        self.start_lighthouse()
+        self._keep_lighthouse()
+        for index in range(settings.groups):
+            self.world.scheduler.after(
+                self.world.between((0, 100)), self.launcher.start, f"replica_{index}"
+            )
+        self.faults.plan()
+        self.world.scheduler.run(settings.chaos_ms)
+        self.world.calm = True
+        self.faults.end()
+        if self.lighthouse is not None:
+            self.lighthouse.life.wake()
+        start_ms = self.world.now_ms
+        if not self.world.scheduler.run(start_ms + settings.calm_ms, self._together):
+            self.oracle.fail("liveness", f"no {CALM_STEPS} common steps within {settings.calm_ms} ms: {self._standing()}")
+        return Report(
+            seed=settings.seed,
+            steps=max(self.oracle.head_of_step, default=0),
+            quorums=len(self.oracle.quorums),
+            incarnations=len(self.launcher.all),
+            total_losses=self.oracle.total_losses,
+            lost_gradients=self.oracle.lost_gradients,
+            events=self.world.scheduler.events,
+            calm_ms=self.world.now_ms - start_ms,
+        )
+
+    def _together(self) -> bool:
+        return self.oracle.calm_steps >= CALM_STEPS
+
+    def _standing(self) -> str:
+        rows: list[str] = []
+        for group in self.launcher.groups.values():
+            core = group.core
+            where = "not ready" if core is None else f"{core.head} level={core.level} floor={core.floor}"
+            rows.append(f"{group.process}: {group.ended or where}")
+        return "; ".join(rows)
+
+    def stories(self) -> list[str]:
+        """What every core that still exists says about itself."""
+        lines: list[str] = []
+        if self.lighthouse is not None:
+            lines += [f"--- {self.lighthouse.life.name}", *self.lighthouse.core.story()[-40:]]
+        for group in self.launcher.all[-2 * self.world.settings.groups :]:
+            if group.core is not None:
+                lines += [f"--- {group.name} ({group.ended or 'alive'})", *group.core.story()[-25:]]
+        return lines
+
+
+def settings_of(seed: int, profile: str | None = None, **changes: object) -> Settings:
+    """The settings that belong to a seed; ``changes`` override them."""
+    random = Random(f"settings {seed}")
+
+    def pick(*choices: object):
+        return choices[int(random.random() * len(choices))]
+
+    groups = pick(2, 2, 3, 3, 3, 4, 4, 5)
+    outage_ms = pick(2_000, 4_000, 20_000)
+    settings = Settings(
+        seed=seed,
+        groups=groups,
+        ranks=pick(1, 1, 1, 2, 2, 3),
+        min_replicas=pick(1, 1, 1, 2),
+        expected_replicas=pick(None, groups, groups),
+        timeouts=Timeouts(1_000, outage_ms, heartbeat_override_ms=pick(150, 250, 400)),
+        join_timeout_ms=pick(300, 1_000, 2_000),
+        restart_timeout_ms=pick(200, 1_000, 3_000),
+        reconnect_grace_ms=pick(0, 100, 100),
+        restart_grace_ms=pick(1_500, 3_000),
+        equal_start=random.random() < 0.5,
+        disk=pick("none", "none", "own", "shared"),
+        reports_exits=random.random() < 0.7,
+        compute_ms=pick((5, 40), (10, 120), (50, 60), (1, 400)),
+        apply_ms=pick((0, 2), (0, 30), (0, 200)),
+        transfer_ms=pick((1, 30), (20, 400), (300, 1_500)),
+        delay_ms=pick((0, 2), (0, 8), (1, 30)),
+        slow_message_chance=pick(0.0, 0.01, 0.05),
+        slow_message_ms=pick(60, 300, 900),
+        profile=pick(*PROFILES),
+        faults=pick(2, 4, 8, 12),
+        chaos_ms=pick(3_000, 5_000, 8_000),
+    )
+    if profile is not None:
+        changes["profile"] = profile
+    return replace(settings, **changes)
