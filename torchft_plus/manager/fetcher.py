@@ -8,9 +8,8 @@ from collections.abc import Callable
 
 from lighthouse.events import EventLog
 from lighthouse.messages import Head
-from torchft_plus.state.catch_up import CatchUp
 from torchft_plus.state.errors import StateError
-from torchft_plus.state.fetch import fetch_state
+from torchft_plus.state.fetch import FetchReport, fetch_state
 from torchft_plus.state.registry import StateRegistry
 
 logger = logging.getLogger(__name__)
@@ -21,7 +20,7 @@ class Fetcher:
 
     Args:
         registry: receives the state.
-        catch_up: gets the plain values as soon as they are there, and the state when it is complete.
+
         stall_ms: a donor that sends no byte for this long has stalled.
         events: event log.
         report_failure: called with a sentence when the state cannot be had from any donor (fetch thread).
@@ -31,14 +30,13 @@ class Fetcher:
     def __init__(
         self,
         registry: StateRegistry,
-        catch_up: CatchUp,
         stall_ms: int,
         events: EventLog,
         report_failure: Callable[[str], None],
         wake: Callable[[], None],
     ) -> None:
         self._registry = registry
-        self._catch_up = catch_up
+
         self._stall_ms = stall_ms
         self._events = events
         self._report_failure = report_failure
@@ -48,6 +46,8 @@ class Fetcher:
         self._donors: list[str] = []
         self._cancel = threading.Event()
         self._thread: threading.Thread | None = None
+        self.report: FetchReport | None = None
+        """The finished fetch of the wanted head."""
         self.failed = False
         """The last fetch has failed, and this was reported."""
 
@@ -59,7 +59,7 @@ class Fetcher:
                 return
             before = self._thread
             self._cancel.set()
-            self._head, self.failed = head, False
+            self._head, self.report, self.failed = head, None, False
             cancel = self._cancel = threading.Event()
             thread = threading.Thread(
                 target=self._run, args=(head, cancel, before), name="fetch", daemon=True
@@ -71,7 +71,7 @@ class Fetcher:
         """Give up what is running: another head is wanted, or the group is level."""
         with self._lock:
             self._cancel.set()
-            self._head = None
+            self._head = self.report = None
 
     def close(self, timeout_ms: int) -> None:
         """Cancel and wait for the thread."""
@@ -112,10 +112,11 @@ class Fetcher:
             donors,
             transfer_stall_ms=self._stall_ms,
             cancel=cancel,
-            on_manifest=self._catch_up.offer_manifest,
         )
-        if cancel.is_set() or not self._catch_up.offer_state(report.plan):
-            return
+        with self._lock:
+            if cancel.is_set():
+                return
+            self.report = report
         self._events.emit(
             "fetched",
             step=head.step,

@@ -146,7 +146,7 @@ class Manager:
         timeouts = settings.timeouts
         self._mailbox = Mailbox()
         self._server = StateServer(
-            self.state, bind=settings.bind_host, transfer_stall_ms=timeouts.transfer_stall_ms
+            self.state, bind=join_address(settings.bind_host, 0), transfer_stall_ms=timeouts.transfer_stall_ms
         )
         self.catch_up = CatchUp(self.state, catch_up_max_steps)
         self._recorded = RecordedOperations()
@@ -161,7 +161,6 @@ class Manager:
         )
         self._fetcher = Fetcher(
             self.state,
-            self.catch_up,
             timeouts.transfer_stall_ms,
             self._events,
             lambda reason: self._agent.report(pb.RankFrame(fetch_failed=pb.RankFetchFailed(reason=reason))),
@@ -235,7 +234,10 @@ class Manager:
             return outcome
         self._commits += 1
         if outcome.behind:
-            self._advance_queue(outcome)
+            # Plain values of the base come before anything is recorded; they never come again.
+            self._recording = self._take_values()
+            if outcome.skipped and self._recording:
+                self._record([])
         self._positions.update(outcome.positions)
         return outcome
 
@@ -244,8 +246,7 @@ class Manager:
         if not self._loop.behind:
             return step()
         if self._recording:
-            for optimizer in optimizers:
-                self.catch_up.record(optimizer)
+            self._record(optimizers)
         return None
 
     # --- torchft's names ---------------------------------------------------------------------------------------------
@@ -411,21 +412,19 @@ class Manager:
         """At a boundary while behind. True if this group became level."""
         if not self._loop.boundary(wait_for_state=bool(self._obstacles)):
             return False
-        timeout_ms = self._settings.timeouts.transfer_stall_ms
-        if not self.catch_up.take_values(timeout_ms) or not self.catch_up.replay():
+        report = self._fetcher.report
+        if report is None or not self._take_values() or not self.catch_up.replay(report):
             raise ManagerError("the state was fetched, but the recorded steps could not be replayed")
         self._fetcher.reset()
+        self.catch_up.reset()
         self._overflows = 0
         self._emit_digest(final=True)
         return True
 
-    def _advance_queue(self, outcome: StepOutcome) -> None:
-        """While behind: note the committed step; values of the base must be there before anything is recorded."""
-        self._recording = self._take_values()
-        if not self._recording:
-            return
+    def _record(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """Queue the step that was just committed; a queue that overflows twice is too short."""
         try:
-            self.catch_up.advance(outcome.head)
+            self.catch_up.record(optimizers, self._loop.head)
         except StateError as error:
             self._recording = False
             self._overflows += 1

@@ -228,9 +228,11 @@ class StepCore:
 
     def peer_frame(self, quorum_id: int, rank: int, frame: pb.PeerFrame, now_ms: int) -> list[Effect]:
         """A frame from the leader of replica ``rank``."""
-        if not self._current(quorum_id):
-            return self._take()
         body = frame.WhichOneof("body")
+        if not self._current(quorum_id):
+            if body == "fenced" and self.adopted is not None and self.adopted.id == quorum_id:
+                self._gone.add(rank)  # it stopped like this group: when it disconnects, it is not to blame
+            return self._take()
         if body == "block":
             self._round(frame.block.step, frame.block.round).blocks.setdefault(rank, frame.block)
         elif body == "vote":
@@ -241,8 +243,16 @@ class StepCore:
 
     def peer_lost(self, quorum_id: int, rank: int, reason: str) -> list[Effect]:
         """The connection to a leader broke."""
-        if self._current(quorum_id) and rank not in self._gone:
+        if self.adopted is None or self.adopted.id != quorum_id or rank in self._gone:
+            return self._take()
+        if self.in_force():
             self._peer_gone(rank, reason)
+        else:
+            # A failed reduction came first and could name nobody; now the Lighthouse need not wait for its grace.
+            self._gone.add(rank)
+            self._effects.append(
+                SendUp(Fault(quorum_id, self._name(rank), f"its connection broke: {reason}"))
+            )
         return self._take()
 
     # --- ranks of the own group ------------------------------------------------------------------------------------

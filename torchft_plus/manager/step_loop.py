@@ -116,7 +116,7 @@ class StepLoop:
             mark = self._mailbox.mark()
             word = self._mailbox.take()
             if word is None:
-                if not reported and (self._catch_up.state_offered or not wait_for_state):
+                if not reported and (self._fetcher.report is not None or not wait_for_state):
                     reported = True
                     self._report_boundary()
                 else:
@@ -303,7 +303,7 @@ class StepLoop:
 
     def _report_boundary(self) -> None:
         boundary = pb.RankBoundary(
-            fetched=self._catch_up.state_offered, epoch=self._join_epoch, step=self.head.step
+            fetched=self._fetcher.report is not None, epoch=self._join_epoch, step=self.head.step
         )
         self._agent.report(pb.RankFrame(boundary=boundary))
 
