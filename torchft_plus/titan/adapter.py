@@ -236,6 +236,14 @@ class FaultTolerantMixin(_Stock):
             return own
         return outcome.scalars["loss"] / outcome.contributors
 
+    def should_continue_training(self) -> bool:
+        """Until ``training.steps`` are committed; a group that is behind then takes up the state it has fetched."""
+        if super().should_continue_training():
+            return True
+        if self._behind:
+            self._behind = self.manager.start_step().behind
+        return False
+
     # --- disk and end ------------------------------------------------------------------------------------------------
 
     def _writes(self) -> Head | None:

@@ -14,7 +14,7 @@ from torchft_plus.titan.__main__ import main
 from torchft_plus.titan.config import TitanConfig, read
 from torchft_plus.titan.schema import check_tables, override
 
-CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("*.toml"))
+CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("llama3_*.toml"))
 LIGHTHOUSE = {"TORCHFT_LIGHTHOUSE": "http://lighthouse:29510/"}
 
 

@@ -1,0 +1,231 @@
+"""Whole runs of the installed torchtitan, each in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchtitan", reason="needs torchtitan")
+
+from torchft_plus.strict_table import ConfigError
+from torchft_plus.titan import assets, versions
+from torchft_plus.titan.config import read
+
+pytestmark = [pytest.mark.titan, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[3]
+PROCESS = Path(__file__).with_name("titan_process.py")
+CONFIGS = sorted((ROOT / "configs").glob("llama3_*.toml"))
+RUN = """
+[job]
+dump_folder = "{folder}/dump"
+[metrics]
+log_freq = 1
+[model]
+hf_assets_path = "{folder}/tokenizer"
+[lr_scheduler]
+warmup_steps = 2
+[training]
+dataset = "c4_test"
+dataset_path = "{folder}/text"
+local_batch_size = 1
+seq_len = 32
+steps = {steps}
+mixed_precision_param = "float32"
+[activation_checkpoint]
+mode = "none"
+[comm]
+trace_buf_size = 0
+[debug]
+seed = 42
+[fault_tolerance]
+enable = true
+group_size = {groups}
+timeout_ms = 20000
+digest_every = 1
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Runs:
+    """Processes of one test; everything has ended after ``close``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.lighthouse_address = f"127.0.0.1:{free_port()}"
+        self._processes: list[subprocess.Popen[bytes]] = []
+        assets.make(folder, count=400)
+
+    def _start(self, name: str, command: list[str], **environment: str) -> subprocess.Popen[bytes]:
+        everything = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **environment}
+        everything["RES_OPTIONS"] = "timeout:1 attempts:1"
+        everything["HF_HOME"] = str(self.folder / "cache")
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(command, env=everything, stdout=log, stderr=log)
+        self._processes.append(process)
+        return process
+
+    def start_lighthouse(self, expected: int) -> None:
+        command = [sys.executable, "-m", "lighthouse", "--bind", self.lighthouse_address, "--store", "memory"]
+        command += ["--expected_replicas", str(expected), "--timeout_ms", "20000"]
+        self._start("lighthouse", command)
+        host, port = self.lighthouse_address.split(":")
+        self.until(lambda: socket.socket().connect_ex((host, int(port))) == 0, 20, "the Lighthouse to listen")
+
+    def start(self, name: str, steps: int, *arguments: str, groups: int = 1, **environment: str) -> Any:
+        """One group of one rank, started as torchrun would."""
+        file = self.folder / "run.toml"
+        file.write_text(RUN.format(folder=self.folder, steps=steps, groups=groups))
+        return self._start(
+            name,
+            [sys.executable, str(PROCESS), "--job.config_file", str(file), *arguments],
+            RANK="0",
+            LOCAL_RANK="0",
+            WORLD_SIZE="1",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(free_port()),
+            REPLICA_ID=environment.pop("REPLICA_ID", "replica_0"),
+            TORCHFT_LIGHTHOUSE=self.lighthouse_address,
+            TORCHFT_PLUS_EVENTS=str(self.folder / "events"),
+            TITAN_RESULT=str(self.folder / f"{name}.json"),
+            **environment,
+        )
+
+    def result(self, name: str) -> dict[str, Any]:
+        result: dict[str, Any] = json.loads((self.folder / f"{name}.json").read_text())
+        return result
+
+    def events(self, replica: str, kind: str) -> list[dict[str, Any]]:
+        path = self.folder / "events" / f"{replica}.0.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        events = [json.loads(line) for line in lines if line.endswith("\n")]
+        return [event for event in events if event["kind"] == kind]
+
+    def until(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
+        end = time.monotonic() + timeout_s
+        while not done():
+            assert time.monotonic() < end, f"waited {timeout_s} s for {what}; {self.tails()}"
+            time.sleep(0.02)
+
+    def tails(self) -> str:
+        return "\n".join(f"{p.name}: {p.read_text()[-1500:]}" for p in sorted(self.folder.glob("*.log")))
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Runs]:
+    started = Runs(tmp_path)
+    yield started
+    started.close()
+
+
+def test_one_replica_alone_equals_the_stock_trainer_bit_for_bit(runs: Runs) -> None:
+    """Also one whose attempts are refused now and then: a refused step leaves no trace."""
+    runs.start_lighthouse(expected=1)
+    first = [runs.start("stock", 5, "--fault_tolerance.enable=false"), runs.start("alone", 5)]
+    assert [process.wait(120) for process in first] == [0, 0], runs.tails()
+    assert runs.start("refused", 5, TITAN_REFUSE="1,3,4,7").wait(120) == 0, runs.tails()
+    stock, alone, refused = (runs.result(name) for name in ("stock", "alone", "refused"))
+    assert [stock.pop("plugin"), alone.pop("plugin"), refused.pop("plugin")] == [False, True, True]
+    assert (stock["step"], stock["tokens"]) == (5, 160)
+    assert alone == stock
+    assert refused == stock
+    assert [event["step"] for event in runs.events("replica_0", "commit")] == [1, 2, 3, 4, 5]
+
+
+def test_a_killed_group_heals_to_the_same_bits_and_reads_on_where_it_was(runs: Runs) -> None:
+    steps = 150
+    runs.start_lighthouse(expected=2)
+    survivor = runs.start("replica_0", steps, groups=2)
+    victim = runs.start("replica_1", steps, groups=2, REPLICA_ID="replica_1")
+    runs.until(lambda: len(runs.events("replica_1", "commit")) >= 5, 120, "five steps")
+    victim.kill()
+    victim.wait()
+    killed = len(runs.events("replica_1", "commit"))
+    again = runs.start("replica_1", steps, groups=2, REPLICA_ID="replica_1")
+    assert [survivor.wait(200), again.wait(30)] == [0, 0], runs.tails()
+    commits = runs.events("replica_0", "commit")
+    assert [event["step"] for event in commits] == list(range(1, steps + 1)), "the survivor lost a step"
+    assert runs.events("replica_1", "level"), "the group that came back never was level"
+    one, other = runs.result("replica_0"), runs.result("replica_1")
+    assert one == other
+    digests: dict[tuple[int, int], set[str]] = {}
+    for replica in ("replica_0", "replica_1"):
+        for event in runs.events(replica, "digest"):
+            digests.setdefault((event["step"], event["quorum_id"]), set()).add(event["digest"])
+    assert all(len(found) == 1 for found in digests.values())
+    contributed = [event for event in runs.events("replica_1", "commit") if event["contributed"]]
+    assert killed < len(contributed) < steps
+    # Each batch of 32 tokens was committed once by one group: the totals of both agree with what was contributed.
+    assert one["tokens"] == 32 * (steps + len(contributed))
+
+
+@pytest.fixture(scope="module")
+def settings() -> Any:
+    from torchft_plus.titan import cpu
+
+    version = versions.check(versions.installed("torchtitan"), versions.installed("torch"))
+    cpu.prepare(version)
+    if version == (0, 2):
+        from torchft_plus.titan import trainer_v02 as adapter
+    else:
+        from torchft_plus.titan import trainer_v03 as adapter
+    return adapter.settings
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_shipped_run_files_become_torchtitans_own_config(file: Path, settings: Any) -> None:
+    arguments = ["--job.config_file", str(file), "--training.steps", "77"]
+    config = settings(read(arguments, {"TORCHFT_LIGHTHOUSE": "lighthouse:1"}))
+    large = "8b" in file.stem
+    assert config.training.steps == 77
+    assert config.training.seq_len == (8192 if large else 64)
+    assert config.training.mixed_precision_param == ("bfloat16" if large else "float32")
+    assert config.checkpoint.enable is large
+    assert config.lr_scheduler.warmup_steps == (2000 if large else 5)
+    name = config.model.flavor if hasattr(config, "model") else config.model_spec.flavor
+    assert name == ("8B" if large else "debugmodel")
+
+
+def test_torchtitans_own_arguments_and_refusals(tmp_path: Path, settings: Any) -> None:
+    file = tmp_path / "run.toml"
+
+    def load(text: str, *arguments: str) -> Any:
+        file.write_text(text)
+        return settings(read(["--job.config_file", str(file), *arguments], {}))
+
+    loaded = load("[checkpoint]\nasync_mode = 'async'\n", "--checkpoint.enable", "--debug.no_deterministic")
+    assert (loaded.checkpoint.async_mode, loaded.checkpoint.enable) == ("async", True)
+    assert loaded.debug.deterministic is False
+    with pytest.raises(SystemExit) as ended:
+        load("", "--training.no_such_key", "1")
+    assert ended.value.code == 2
+    if hasattr(loaded, "model_spec"):
+        for text, part in {
+            "[model]\nflavor = '9B'": "model.flavor is '9B', expected one of debugmodel",
+            "[model]\nname = 'llama9'": "model.name is 'llama9'",
+            "[experimental]\ncustom_import = 'own'": "experimental.custom_import has no counterpart",
+            "[checkpoint]\nkeep_latest_k = 1": "torchtitan refuses the run file",
+            "[validation]\nseq_len = 4": "validation.seq_len is 4",
+        }.items():
+            with pytest.raises(ConfigError, match=part):
+                load(text)

@@ -1,0 +1,125 @@
+"""Runs ``torchft_plus.titan`` in a process of its own and writes what became of the trainer to ``TITAN_RESULT``.
+
+``TITAN_REFUSE=3,5`` puts a double in the place of the Manager that refuses its 3rd and 5th attempt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lighthouse.messages import Head
+from torchft_plus.titan import adapter, cpu, versions
+from torchft_plus.titan.__main__ import main
+
+
+class State:
+    """Takes registrations; values must be JSON."""
+
+    def register_module(self, name: str, module: torch.nn.Module) -> None: ...
+
+    def register_optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> None: ...
+
+    def register_values(self, name: str, get: Callable[[], Any], set: Callable[[Any], None]) -> None:
+        set(json.loads(json.dumps(get())))
+
+
+class RefusingManager:
+    """A lone group's Manager without a Lighthouse; some attempts are refused."""
+
+    def __init__(self, refuse: set[int]) -> None:
+        self.state = State()
+        self.positions: dict[str, int] = {}
+        self.parameters: list[torch.nn.Parameter] = []
+        self._refuse = refuse
+        self._attempt = self._step = 0
+
+    def attach(self, reduction: Any) -> None: ...
+
+    def start_step(self) -> Any:
+        return SimpleNamespace(behind=False, caught_up=False)
+
+    def finish_step(self, *, scalars: Mapping[str, float], positions: Mapping[str, int]) -> Any:
+        self._attempt += 1
+        refused = self._attempt in self._refuse
+        if refused:
+            for parameter in self.parameters:
+                parameter.grad = None
+        else:
+            self._step += 1
+            self.positions.update(positions)
+        return SimpleNamespace(
+            head=Head(self._step, 1),
+            applied=not refused,
+            refused=refused,
+            contributors=1,
+            scalars={} if refused else dict(scalars),
+        )
+
+    def record_or_step(self, optimizers: list[torch.optim.Optimizer], step: Callable[[], Any]) -> None:
+        step()
+
+    def current_step(self) -> int:
+        return self._step
+
+    def participating_rank(self) -> int:
+        return 0
+
+    def quorum_id(self) -> int:
+        return 1
+
+    def disk_saved(self, head: Head) -> None: ...
+
+    def shutdown(self) -> None: ...
+
+
+def stock_trainer(version: tuple[int, int]) -> type:
+    module = importlib.import_module("torchtitan.train" if version == (0, 2) else "torchtitan.trainer")
+    trainer: type = module.Trainer
+    return trainer
+
+
+def digest(parts: list[torch.nn.Module]) -> str:
+    state = hashlib.sha256()
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            state.update(name.encode() + local.detach().numpy().tobytes())
+    return state.hexdigest()
+
+
+def write_result_at_close(trainer: Any, path: Path) -> None:
+    close = trainer.close
+
+    def write_and_close(self: Any) -> None:
+        result = {
+            "parameters": digest(self.model_parts),
+            "step": self.step,
+            "tokens": self.ntokens_seen,
+            "rates": [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups],
+            "plugin": isinstance(self, adapter.FaultTolerantMixin),
+        }
+        path.write_text(json.dumps(result))
+        close(self)
+
+    trainer.close = write_and_close
+
+
+if __name__ == "__main__":
+    version = versions.check(versions.installed("torchtitan"), versions.installed("torch"))
+    cpu.prepare(version)
+    write_result_at_close(stock_trainer(version), Path(os.environ["TITAN_RESULT"]))
+    if refused := os.environ.get("TITAN_REFUSE"):
+        manager = RefusingManager({int(attempt) for attempt in refused.split(",")})
+        setattr(adapter, "connect", lambda config: manager)  # noqa: B010
+        setattr(adapter, "gradient_reducer", lambda named: manager.parameters.extend(p for _, p in named))  # noqa: B010
+    sys.exit(main())
