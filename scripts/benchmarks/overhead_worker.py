@@ -96,7 +96,7 @@ class Modes:
         optimizer = sgd(module)
         member = Membership(f"replica_{self._rank}", address, min_replicas=2)
         if mode == "torchft_plus":
-            system = torchft_plus_system(member)
+            system = torchft_plus_system(member, module)
         else:
             tuning = TorchftTuning(use_async_quorum=mode == "torchft async")
             system = torchft_system(member, module.state_dict, module.load_state_dict, tuning)

@@ -43,7 +43,7 @@ def main() -> None:
     optimizer = sgd(module)
     member = Membership(options["replica_id"], options["lighthouse"], min_replicas=2)
     if options["system"] == "torchft_plus":
-        system = torchft_plus_system(member)
+        system = torchft_plus_system(member, module)
     else:
 
         def load(state: dict[str, dict[str, object]]) -> None:

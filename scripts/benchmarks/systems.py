@@ -43,8 +43,8 @@ class Membership:
     job_id: str = "bench"
 
 
-def torchft_plus_system(member: Membership) -> System:
-    """This repository, at its defaults."""
+def torchft_plus_system(member: Membership, module: nn.Module) -> System:
+    """This repository, at its defaults; ``module`` is what a replica that joins is healed with, and its optimizer."""
     plus = importlib.import_module("torchft_plus")
     manager = plus.Manager(
         pg=plus.ProcessGroupGloo(),
@@ -55,6 +55,7 @@ def torchft_plus_system(member: Membership) -> System:
         replica_id=member.replica_id,
         job_id=member.job_id,
     )
+    manager.state.register_module("model", module)
     return System(manager, plus.DistributedDataParallel, plus.Optimizer)
 
 
