@@ -91,6 +91,8 @@ class Launch:
     """The whole run may take so long; 0: no limit."""
     stop_grace_s: float = number(15.0, 0, above=True)
     """From SIGTERM to SIGKILL when everything is ended."""
+    warm_spares: int = number(0, 0)
+    """Keep so many processes ready that have imported what ``module`` needs; a restart takes them."""
     gpus_per_rank: int = number(0, 0)
     """Show each replica its own GPUs only, so many a rank; 0: leave the environment as it is."""
 
@@ -319,6 +321,8 @@ def _check_launch(run: RunFile, has_lighthouse_table: bool) -> RunFile:
             "fault_tolerance.lighthouse names a Lighthouse that runs already, but [lighthouse] describes one"
             " to start: remove one of the two."
         )
+    if launch.warm_spares and launch.command:
+        raise ConfigError("launch.warm_spares needs launch.module: a spare cannot become a launch.command.")
     if launch.restart_delay_max_ms < launch.restart_delay_ms:
         raise ConfigError(
             f"launch.restart_delay_max_ms ({launch.restart_delay_max_ms}) is below launch.restart_delay_ms"

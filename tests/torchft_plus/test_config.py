@@ -91,6 +91,7 @@ def test_without_launch_the_trainer_reads_only_its_own_tables(tmp_path: Path) ->
         ("launch", "command = 'python x.py'", ("launch.command", "list of strings")),
         ("launch", "env = {A = 1}", ("launch.env", "table of strings")),
         ("launch", "restart_delay_ms = 60000", ("restart_delay_max_ms", "60000")),
+        ("launch", "command = ['x']\nwarm_spares = 1", ("launch.warm_spares", "launch.module")),
         ("launch", "stop_grace_s = 0", ("launch.stop_grace_s", "more than 0")),
         ("lighthouse", "min_replicas = 9", ("lighthouse.min_replicas (9)", "(3)")),
     ],

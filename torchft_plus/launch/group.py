@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import signal
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from torchft_plus.launch.process import ChildProcess
+
+TakeSpare = Callable[[Mapping[str, str], Path], ChildProcess | None]
 
 
 class ReplicaGroup:
@@ -55,8 +57,19 @@ class ReplicaGroup:
         self.incarnation = uuid.uuid4().hex
         return self.incarnation
 
-    def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        """Start one process a rank. The ranks of the last life must be gone."""
+    def start(
+        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], take: TakeSpare
+    ) -> int:
+        """Start one process a rank. The ranks of the last life must be gone.
+
+        Args:
+            command: of every rank.
+            environments: of each rank.
+            take: gives a warm spare, or None if there is none.
+
+        Returns:
+            How many ranks were warm spares.
+        """
         if self.alive:
             raise RuntimeError(f"{self.replica_id} is started while a rank of its last life is left")
         self.lives += 1
@@ -66,12 +79,16 @@ class ReplicaGroup:
         self._seen = set()
         self._gone_taken = False
         self._children = []
+        warm = 0
         for rank, environment in enumerate(environments):
             log = self._logs / f"{self.replica_id}.{rank}.log"
             log.parent.mkdir(parents=True, exist_ok=True)
             with log.open("a", encoding="utf-8") as file:
                 file.write(f"--- life {self.lives}, incarnation {self.incarnation}\n")
-            self._children.append(ChildProcess(command, environment, log))
+            spare = take(environment, log)
+            warm += spare is not None
+            self._children.append(spare or ChildProcess(command, environment, log))
+        return warm
 
     def new_exits(self) -> list[tuple[int, int]]:
         """(rank, status) of ranks that began to die since the last call."""

@@ -227,9 +227,7 @@ class RestartPolicy:
         if self._refused:
             return self._give_up(group, now, "found its configuration wrong")
         if group.failures > self._limits.max_restarts:
-            return self._give_up(
-                group, now, f"failed {group.failures} times in a row without a committed step"
-            )
+            return self._give_up(group, now, f"failed {_times(group.failures)} without a committed step")
         group.phase = Phase.WAITING
         doublings = min(max(group.failures - 1, 0), 40)
         delay_s = min(self._limits.restart_delay_s * 2**doublings, self._limits.restart_delay_max_s)
@@ -294,3 +292,7 @@ class RestartPolicy:
         given_up = [g.replica_id for g in self.groups.values() if g.phase is Phase.GIVEN_UP]
         reason = self._reason or (f"given up: {', '.join(given_up)}" if given_up else "all groups have ended")
         return [End(finished and not given_up, reason, self._refused)]
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times in a row"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -36,10 +37,16 @@ class ChildProcess:
         env: the whole environment.
         log: file that its output is appended to.
         cwd: its working directory; None: ours.
+        listens: its standard input is a pipe for ``tell``, not empty.
     """
 
     def __init__(
-        self, command: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path | None = None
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        log: Path,
+        cwd: Path | None = None,
+        listens: bool = False,
     ) -> None:
         wrapper = Path(__file__).with_name("exec_child.py")
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +55,7 @@ class ChildProcess:
                 [sys.executable, "-I", "-S", str(wrapper), str(os.getpid()), *command],
                 env=dict(env),
                 cwd=cwd,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE if listens else subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -82,6 +89,9 @@ class ChildProcess:
         self._reaped = True
         os.close(self._stat)
         os.close(self.pidfd)
+        if self._popen.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._popen.stdin.close()
         return True
 
     def signal(self, number: signal.Signals) -> None:
@@ -89,6 +99,19 @@ class ChildProcess:
         if not self._reaped:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, number)
+
+    def tell(self, line: str) -> bool:
+        """Write a line of less than 4 KB, which never blocks, to its input and close that; False if it is gone."""
+        assert self._popen.stdin is not None, "it was not started with listens=True"
+        data = line.encode() + b"\n"
+        if len(data) > select.PIPE_BUF:
+            raise ValueError(f"{len(data)} bytes do not fit into a pipe at once")
+        try:
+            self._popen.stdin.write(data)
+            self._popen.stdin.close()
+        except BrokenPipeError:
+            return False
+        return True
 
     def last_lines(self, count: int = 5) -> list[str]:
         """The end of its log, for a message."""

@@ -21,13 +21,23 @@ class Place:
     events_folder: Path
 
 
+def module_arguments(run: RunFile) -> list[str]:
+    """Command line of ``launch.module``."""
+    return ["--job.config_file", str(run.path), *run.trainer_arguments]
+
+
 def rank_command(run: RunFile) -> list[str]:
-    """``launch.command``, or ``python -m MODULE --job.config_file FILE [overrides]``."""
+    """``launch.command``, or ``python -m MODULE`` with its arguments."""
     if run.launch.command:
         program, *arguments = run.launch.command
         return [sys.executable if program == "python" else program, *arguments]
-    file = ("--job.config_file", str(run.path))
-    return [sys.executable, "-m", run.launch.module, *file, *run.trainer_arguments]
+    return [sys.executable, "-m", run.launch.module, *module_arguments(run)]
+
+
+def common_environment(base: Mapping[str, str], run: RunFile) -> dict[str, str]:
+    """What all ranks have in common: the launcher's environment and, before it, ``launch.env``."""
+    # One thread, as torchrun sets it: many ranks on one host must not each take all cores.
+    return {"OMP_NUM_THREADS": "1", **base, **run.launch.env, "PYTHONUNBUFFERED": "1"}
 
 
 def rank_environment(base: Mapping[str, str], run: RunFile, place: Place, rank: int) -> dict[str, str]:
@@ -41,8 +51,7 @@ def rank_environment(base: Mapping[str, str], run: RunFile, place: Place, rank: 
     """
     launch, table = run.launch, run.fault_tolerance
     ranks = launch.ranks_per_replica
-    # As torchrun: many ranks on one host must not each take all cores.
-    environment = {"OMP_NUM_THREADS": "1", **base, **launch.env}
+    environment = common_environment(base, run)
     if launch.gpus_per_rank:
         gpus = ranks * launch.gpus_per_rank
         first = place.replica_index * gpus
@@ -61,6 +70,5 @@ def rank_environment(base: Mapping[str, str], run: RunFile, place: Place, rank: 
         "TORCHFT_PLUS_INCARNATION": place.incarnation,
         "TORCHFT_PLUS_EVENTS": str(place.events_folder),
         "TORCHFT_PLUS_TIMEOUT_MS": str(table.timeout_ms),
-        "PYTHONUNBUFFERED": "1",
     }
     return environment

@@ -26,7 +26,14 @@ from torchft_plus.launch.lighthouse_keeper import LISTEN_DEADLINE_S, LighthouseK
 from torchft_plus.launch.policy import Effect, End, Kill, Limits, RestartPolicy, Say, Start, Terminate
 from torchft_plus.launch.ports import PortPicker
 from torchft_plus.launch.progress import RunProgress
-from torchft_plus.launch.rank_environment import Place, rank_command, rank_environment
+from torchft_plus.launch.rank_environment import (
+    Place,
+    common_environment,
+    module_arguments,
+    rank_command,
+    rank_environment,
+)
+from torchft_plus.launch.spare_pool import SparePool
 
 POLL_MS = 10
 _END_BY_FORCE_S = 10.0
@@ -109,6 +116,13 @@ class Supervisor:
         external = run.fault_tolerance.lighthouse
         self._keeper = None if external else LighthouseKeeper(run, folder, environment)
         self._external = external
+        self._spares = SparePool(
+            run.launch.warm_spares,
+            run.launch.module,
+            module_arguments(run),
+            common_environment(environment, run),
+            folder / "logs" / "spares.log",
+        )
         self._chaos = ChaosSchedule((), 0.0)
         self._signals: list[int] = []
         self._last_lines: dict[str, list[str]] = {}
@@ -168,6 +182,7 @@ class Supervisor:
             self._inject(now)
             self._carry_out(self._policy.tick(now), now)
             self._watch_lighthouse(now)
+            self._spares.refill(now, calm=len(self._progress.training) == len(self._groups))
             self._observer.refresh(self._progress)
 
     def _wait(self) -> None:
@@ -265,13 +280,14 @@ class Supervisor:
             rank_environment(self._environment, self._run, place, rank)
             for rank in range(self._run.launch.ranks_per_replica)
         ]
-        group.start(rank_command(self._run), environments)
+        warm = group.start(rank_command(self._run), environments, self._spares.take)
         self._log.emit(
             "spawn",
             replica_id=group.replica_id,
             pids=group.pids,
             incarnation=group.incarnation,
             life=group.lives,
+            warm=warm,
         )
 
     # --- faults ---------------------------------------------------------------------------------------------
@@ -338,5 +354,6 @@ class Supervisor:
     def _anything_left(self) -> bool:
         for group in self._groups.values():
             group.take_gone()
+        spares_left = not self._spares.close()
         lighthouse_left = self._keeper is not None and not self._keeper.stopped()
-        return lighthouse_left or any(group.alive for group in self._groups.values())
+        return spares_left or lighthouse_left or any(group.alive for group in self._groups.values())

@@ -73,26 +73,30 @@ def launch(
     more: str = "",
     plan: Mapping[str, str] | None = None,
     program: str = "python",
+    module: bool = False,
     lighthouse: bool = False,
     **env: str,
 ) -> Launched:
-    """Start ``python -m torchft_plus run`` on a run file made of the parts."""
+    """Start ``python -m torchft_plus run`` on a run file made of the parts (``module``: ``table`` says what to run)."""
     mark = f"mark-{uuid.uuid4().hex}"
     folder = tmp_path / "run"
     external = "" if lighthouse else 'lighthouse = "127.0.0.1:9"'
-    command = json.dumps([program, str(TRAINER)])
+    lines = [f"folder = {json.dumps(str(folder))}"]
+    if "replicas" not in table:
+        lines.append("replicas = 2")
+    if not module:
+        lines.append(f"command = {json.dumps([program, str(TRAINER)])}")
+        lines.append(f"env = {{ PYTHONPATH = {json.dumps(str(ROOT))} }}")
+    lines.append(table)
     text = f"""
 [training]
 steps = {env.get("FAKE_STEPS", "20")}
 [fault_tolerance]
+enable = true
 digest_every = 1
 {external}
 [launch]
-command = {command}
-folder = {json.dumps(str(folder))}
-env = {{ PYTHONPATH = {json.dumps(str(ROOT))} }}
-{table if "replicas" in table else "replicas = 2"}
-{"" if "replicas" in table else table}
+{chr(10).join(lines)}
 {more}
 """
     path = tmp_path / "run.toml"

@@ -44,8 +44,8 @@ def test_a_rank_that_dies_takes_its_group_with_it(tmp_path: Path) -> None:
 
 
 def test_one_rank_can_be_frozen_and_woken(tmp_path: Path) -> None:
-    chaos = '[[chaos]]\nat_step = 5\nstop = "replica_1.0"\nresume_after_s = 0.5'
-    run = launch(tmp_path, more=chaos, FAKE_STEPS="30")
+    chaos = '[[chaos]]\nat_event = "commit"\nstop = "replica_1.0"\nresume_after_s = 0.5'
+    run = launch(tmp_path, more=chaos, FAKE_STEPS="60")
     status, output = run.finish()
     assert status == 0, output
     assert [(e["action"], e["target"]) for e in run.events("chaos")] == [
