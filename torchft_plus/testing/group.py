@@ -44,8 +44,8 @@ class Group:
         self.ranks_count = self.world.settings.ranks
         self.core: StepCore | None = None
         self.ended: str | None = None
-        self.replaced = False
-        """A newer process of the same name was started while this one lived."""
+        self.stranded = False
+        """The Lighthouse lost its store and a second run was founded without this group."""
         self.heard_ms = self.world.now_ms
         """When the Lighthouse last heard from it."""
         self._head, self._disk_head = head, disk_head

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torchft_plus.testing.simulation import Simulation
 
 TICK_MS = 100
+OWNER_CHECK_MS = 1_000
 
 
 class Disk:
@@ -51,6 +52,7 @@ class Lighthouse:
         self._clock = RunningClock(max(2 * TICK_MS, min(1_000, heartbeat_ms // 2)))
         self._sessions: dict[tuple[Process, int], End] = {}
         self._die_at_store = ""
+        self._q_stored = disk.record.q_last if disk.record is not None else None
         self.core = QuorumCore(self.world.settings.core_config(), disk.record, clock_seconds, self._read_clock())
         simulation.network.listen(LIGHTHOUSE_ADDRESS, self.life, self._accept)
 
@@ -64,6 +66,16 @@ class Lighthouse:
         self.world.trace(self.life.name, "starts, epoch {}, stored {}", self.core.epoch, self.disk.record)
         self._carry_out(self.core.start())
         self.life.after(TICK_MS, self._tick)
+        self.life.after(OWNER_CHECK_MS, self._check_owner)
+
+    def replaced(self, process: Process) -> bool:
+        """True if a newer process of the same name was accepted here."""
+        reason = self.core.gone_because(process) or ""
+        return "replaced by" in reason or "another incarnation" in reason
+
+    def connected(self, process: Process) -> bool:
+        """True if ``process`` has an open session here."""
+        return any(key[0] == process for key in self._sessions)
 
     def die(self, reason: str) -> None:
         """Crash or stop."""
@@ -147,6 +159,12 @@ class Lighthouse:
         wait_ms = TICK_MS if deadline_ms is None else min(TICK_MS, max(1, deadline_ms - now_ms))
         self.life.after(wait_ms, self._tick)
 
+    def _check_owner(self) -> None:
+        record = self.disk.record
+        if record is not None and record.epoch != self.core.stored_epoch:
+            self.die("another Lighthouse has taken over the store")
+        self.life.after(OWNER_CHECK_MS, self._check_owner)
+
     def _run(self, effects: list[Effect]) -> None:
         self.core.validate()
         self._carry_out(effects)
@@ -182,6 +200,7 @@ class Lighthouse:
             self.die("another Lighthouse has taken over the store")
             return
         self.disk.record = effect.record
-        self.simulation.oracle.stored(self, effect.record)
+        self.simulation.oracle.stored(self, effect.record, self._q_stored)
+        self._q_stored = effect.record.q_last
         if forms and self._die_at_store == "after":
             self.die("crashed after the write")

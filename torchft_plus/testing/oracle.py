@@ -52,6 +52,8 @@ class Oracle:
         self.commits: dict[Key, Commit] = {}
         self.total_losses = 0
         self._highest_stored = 0
+        self._rewound = False
+        """A lost store came back with an older quorum, because everybody of the newer ones is away."""
         self._outcomes: dict[Process, list[tuple[str, Head]]] = {}
         self._steps_of: dict[str, int] = {}
         self._core_heads: dict[Process, tuple[int, Head]] = {}
@@ -65,28 +67,57 @@ class Oracle:
 
     # --- the Lighthouse ---------------------------------------------------------------------------------------------
 
-    def stored(self, lighthouse: Lighthouse, record: Record) -> None:
-        """A record was written: ids grow, a quorum is written once."""
+    def stored(self, lighthouse: Lighthouse, record: Record, before: Quorum | None) -> None:
+        """A record was written: ids grow, a quorum is written once. ``before``: the last quorum until now."""
+        first = before is None
         quorum = record.q_last
         if quorum is None or quorum.id in self.quorums:
             if quorum is not None and self.quorums[quorum.id] != quorum:
                 self.fail("P2", f"two quorums have the id {quorum.id}")
+            if quorum is not None and first and quorum.id < self._highest_stored:
+                self._strand(lighthouse, quorum)
+                self._rewound = True
             return
         if quorum.id <= self._highest_stored:
             self.fail("P2", f"quorum id {quorum.id} is not above {self._highest_stored}")
         self._highest_stored = quorum.id
         self.quorums[quorum.id] = quorum
-        self._check_base(quorum)
+        if first and self._highest_step() > 0:
+            self._founded_again(lighthouse, quorum)
+        else:
+            self._check_base(lighthouse, quorum, before)
+        self._rewound = False
 
-    def _check_base(self, quorum: Quorum) -> None:
+    def _highest_step(self) -> int:
+        return max(self.head_of_step, default=0)
+
+    def _founded_again(self, lighthouse: Lighthouse, quorum: Quorum) -> None:
+        """The store was lost and nobody who is there knows of a quorum: a second run begins (F18's remainder).
+
+        Whoever still trains under the first one is stranded, until it is told.
+        """
+        self._strand(lighthouse, quorum)
+        self._go_back(quorum.base)
+
+    def _strand(self, lighthouse: Lighthouse, quorum: Quorum) -> None:
+        for group in self.groups:
+            core = group.core
+            if not group.alive or core is None or core.ended is not None or core.adopted is None:
+                continue
+            if core.adopted.id != quorum.id and quorum.rank_of(group.process) is None:
+                if lighthouse.connected(group.process) and core.adopted.id == self._highest_stored:
+                    self.fail("R2", f"{group.process} is connected, is in quorum {core.adopted.id}, and was not heard")
+                group.stranded = True
+
+    def _check_base(self, lighthouse: Lighthouse, quorum: Quorum, before: Quorum | None) -> None:
         base = quorum.base
-        last_step = max(self.head_of_step, default=0)
+        last_step = self._highest_step()
         here = self.head_of_step.get(base.step)
         known = base.step == 0 or here is None or key_of(here) == key_of(base)
         if known and last_step <= base.step <= last_step + 1:
             self._extend(base)
-        elif quorum.reload:
-            self._total_loss(base, last_step)
+        elif quorum.reload or self._rewound:
+            self._total_loss(lighthouse, base, before)
         else:
             self.fail("P2", f"quorum {quorum.id} goes on from {base}, the lineage is at {self.head_of_step[last_step]}")
 
@@ -95,21 +126,20 @@ class Oracle:
             self.head_of_step[head.step] = head
             self._parents[key_of(head)] = self.head_of_step.get(head.step - 1)
 
-    def _total_loss(self, base: Head, last_step: int) -> None:
-        """The chain goes on from another head: allowed only if nobody who could come back holds a later one."""
+    def _total_loss(self, lighthouse: Lighthouse, base: Head, before: Quorum | None) -> None:
+        """The chain goes on from another head: only if no member of the last quorum can come back with a later one."""
+        for group in self.groups:
+            core = group.core
+            if not group.alive or core is None or core.ended is not None or self._outside(group):
+                continue
+            member = before is not None and before.rank_of(group.process) is not None
+            awaited = lighthouse.connected(group.process) or (member and not self._silent_for_good(group))
+            if awaited and core.level and core.head.order > base.order:
+                self.fail("P2", f"total loss to {base}, but {group.process} lives and holds {core.head}")
+        self._go_back(base)
+
+    def _go_back(self, base: Head) -> None:
         self.total_losses += 1
-        holders = [
-            f"{group.process} at {group.core.head}"
-            for group in self.groups
-            if group.alive
-            and group.core is not None
-            and group.core.level
-            and group.core.ended is None
-            and group.core.head.order > base.order
-            and not self._silent_for_good(group)
-        ]
-        if holders:
-            self.fail("P2", f"total loss to step {base.step} of {last_step}, but {holders} hold later states")
         self.head_of_step.clear()
         head: Head | None = base
         while head is not None and head.step > 0:
@@ -118,7 +148,12 @@ class Oracle:
 
     def _silent_for_good(self, group: Group) -> bool:
         silent_ms = self._world.now_ms - group.heard_ms
-        return silent_ms > self._world.settings.timeouts.outage_limit_ms or group.replaced
+        return silent_ms > self._world.settings.timeouts.outage_limit_ms
+
+    def _outside(self, group: Group) -> bool:
+        """What this group does binds nobody any more: the Lighthouse rightly counts it out."""
+        lighthouse = group.simulation.lighthouse
+        return group.stranded or (lighthouse is not None and lighthouse.replaced(group.process))
 
     def sent(self, process: Process, message: Down, record: Record | None) -> None:
         """The Lighthouse tells somebody: a quorum only to its members, and only when it is stored."""
@@ -134,12 +169,10 @@ class Oracle:
     def started(self, group: Group, head: Head, state: State) -> None:
         """A new life of a group."""
         self.contents.setdefault(key_of(head), state.content)
-        for other in self.groups:
-            if other is not group and other.alive and other.process.replica_id == group.process.replica_id:
-                other.replaced = True
 
     def told(self, group: Group, quorum: Quorum) -> None:
         """A member is told of a quorum."""
+        group.stranded = False
         if quorum.rank_of(group.process) is None:
             self.fail("L4", f"{group.process} got quorum {quorum.id} and is not in it")
 
@@ -165,10 +198,10 @@ class Oracle:
         """A leader has committed ``head``."""
         if head.quorum_id not in self.quorums:
             self.fail("P2", f"{group.process} commits {head} under a quorum that was never stored")
-        if group.replaced or self._silent_for_good(group):
+        if self._outside(group):
             return
         here = self.head_of_step.get(head.step)
-        last_step = max(self.head_of_step, default=0)
+        last_step = self._highest_step()
         if here is None and head.step == last_step + 1:
             self._extend(head)
         elif here is None or key_of(here) != key_of(head):
@@ -184,12 +217,12 @@ class Oracle:
         """A level rank stands at its head: equal heads have equal contents (P1)."""
         key = key_of(rank.head)
         content = self.contents.setdefault(key, rank.content or "torn")
-        if rank.content != content and not rank.group.replaced:
+        if rank.content != content and not self._outside(rank.group):
             self.fail("P1", f"{rank.name} at {rank.head} holds {rank.content}, others {content}")
 
     def applied(self, rank: Rank, outcome: Outcome) -> None:
         """A rank has applied (or recorded, or skipped) a committed step."""
-        if rank.group.replaced:
+        if self._outside(rank.group):
             return
         contributions = tuple((g.replica_id, g.batch) for g in sorted(outcome.result))
         key = key_of(outcome.head)
@@ -220,7 +253,9 @@ class Oracle:
         quorum = self.quorums[outcome.head.quorum_id]
         previous = outcome.head.step - 1
         key = self._parent(quorum, outcome.head)
-        before = self.positions.get(key, {}) if previous else {}
+        before = self.positions.get(key) if previous else {}
+        if before is None:
+            return
         for replica_id, position in outcome.positions.items():
             if before.get(replica_id, 0) != position - 1:
                 self.fail(
