@@ -12,6 +12,9 @@ from torchft_plus.launch.policy import End
 from torchft_plus.launch.progress import loss_of
 from torchft_plus.launch.timeline import Failure, failures_of, target_replica
 
+TOTAL_LOSS = "total loss"
+"""Beginning of the Lighthouse's announcement that the chain goes on from an older head (rule L5)."""
+
 
 class ExitCode(IntEnum):
     """Exit status of ``torchft-plus run`` (128 + n if signal n ended it)."""
@@ -93,7 +96,7 @@ def summarise(
         seconds=events[-1].time - events[0].time if events else 0.0,
         digests=compare_digests(events, expected=digests_expected),
         lost_steps=lost_steps_of(events),
-        forked_steps=forked_steps_of(commits) if not announcements else [],
+        forked_steps=[] if any(t.startswith(TOTAL_LOSS) for t in announcements) else forked_steps_of(commits),
         failures=failures_of(events),
         announcements=announcements,
     )

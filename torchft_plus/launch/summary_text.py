@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Sequence
+
 from torchft_plus.launch.summary import DigestVerdict, ExitCode, Summary
 from torchft_plus.launch.timeline import Failure
+
+_IN_FULL = 8
+"""With more failures than this, each gets one line instead of its time line."""
 
 
 def summary_lines(summary: Summary) -> list[str]:
@@ -13,8 +19,11 @@ def summary_lines(summary: Summary) -> list[str]:
     state = "finished" if summary.finished else f"NOT FINISHED ({summary.reason})"
     lines = [f"Run {state}: {summary.steps}{of} steps committed{loss}, {summary.seconds:.1f} s."]
     lines += [f"  announced: {text}" for text in summary.announcements]
-    for number, failure in enumerate(summary.failures, 1):
-        lines += _failure_lines(number, failure)
+    if len(summary.failures) <= _IN_FULL:
+        for number, failure in enumerate(summary.failures, 1):
+            lines += _failure_lines(number, failure)
+    else:
+        lines += _failure_table(summary.failures)
     if summary.lost_steps:
         lines.append(f"Steps lost by survivors: {len(summary.lost_steps)}.")
         lines += [f"  {replica_id}, step {step}: {reason}" for replica_id, step, reason in summary.lost_steps]
@@ -44,6 +53,27 @@ def _failure_lines(number: int, failure: Failure) -> list[str]:
     if not failure.healed:
         lines.append("  it had not contributed again when the run ended")
     return lines
+
+
+def _failure_table(failures: Sequence[Failure]) -> list[str]:
+    """One line a failure, times in seconds after it; summary.json has all of it."""
+    lines = [f"{len(failures)} failures (seconds):", "  detected  gap    healed  what"]
+    for failure in failures:
+        detected, healed = failure.after("detected"), failure.after("joiner's first commit")
+        cells = [_cell(detected), _cell(failure.gap_s), _cell(healed)]
+        lines.append(f"  {cells[0]:8}  {cells[1]:5}  {cells[2]:6}  {failure.what} after step {failure.step}")
+    gaps = [failure.gap_s for failure in failures if failure.gap_s is not None]
+    normal = [failure.normal_step_s for failure in failures if failure.normal_step_s is not None]
+    if gaps and normal:
+        lines.append(
+            f"  survivors' gap between commits: median {statistics.median(gaps):.3f} s, longest {max(gaps):.3f} s;"
+            f" a normal step takes {statistics.median(normal):.3f} s"
+        )
+    return lines
+
+
+def _cell(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.3f}"
 
 
 def _digest_line(digests: DigestVerdict) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -192,8 +193,22 @@ def test_two_lineages_are_found_unless_a_loss_was_announced() -> None:
     summary = judge(events)
     assert summary.exit_code == 3 and summary.forked_steps == [1]
     assert "TWO LINEAGES" in "\n".join(summary_lines(summary))
-    announced = event("lighthouse", 0.9, "announce", text="all groups were lost: 4 steps are done again")
+    announced = event("lighthouse", 0.9, "announce", text="total loss: 4 steps are done again")
     assert judge([*events, announced]).exit_code == 0
+    waiting = event("lighthouse", 0.9, "announce", text="no new quorum yet: waiting for replica_0")
+    assert judge([*events, waiting]).exit_code == 3
+
+
+def test_many_failures_are_a_table() -> None:
+    events = list(KILLED)
+    for turn in range(10):
+        later = [replace(e, time=e.time + 10.0 * turn) for e in KILLED]
+        events += later if turn else []
+    lines = summary_lines(judge(events))
+    assert "10 failures (seconds):" in lines
+    assert sum("replica_1 killed after step" in line for line in lines) == 10
+    assert "  0.010     1.400  5.100   replica_1 killed after step 3" in lines
+    assert any("median 1.4" in line for line in lines)
 
 
 @pytest.mark.parametrize(
