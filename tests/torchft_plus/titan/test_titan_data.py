@@ -22,7 +22,7 @@ class Source:
 
     def load(self) -> Iterator[Batch]:
         self.starts += 1
-        return iter([({"input": n}, n) for n in range(self.length)])
+        return (({"input": n}, n) for n in range(self.length))
 
     def prepare(self, reader: Iterable[Batch]) -> Iterator[Batch]:
         for batch in reader:
