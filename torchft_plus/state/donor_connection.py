@@ -162,7 +162,8 @@ class DonorConnection:
         response = parse_response(head)
         if response.status != status:
             text = self._stream.read(min(response.content_bytes, _MAX_SENTENCE_BYTES))
-            raise DonorRefusal(response.status, text.decode("utf-8", "replace").strip()[:400])
+            sentence = text.decode("utf-8", "replace").strip()[:400]
+            raise DonorRefusal(response.status, "".join(c if c.isprintable() else "?" for c in sentence))
         if content_bytes is not None and response.content_bytes != content_bytes:
             raise ProtocolError(
                 f"the answer has {response.content_bytes} bytes, asked for were {content_bytes}"

@@ -1,0 +1,367 @@
+"""Fetching over real sockets: straight into place, checked, from donors that die, stall, lie or train on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from state_network import Proxy, big_registry, donor_processes
+from state_replicas import InBackground, apply, fetch, head_at, make_replica, serve
+
+from lighthouse.messages import Head
+from torchft_plus.state import FetchReport, StateError, StateRegistry, StateServer
+from torchft_plus.state.http import join_address
+
+HEAD = head_at(3)
+
+
+@pytest.fixture(name="big_donor")
+def _big_donor() -> Iterator[tuple[StateServer, StateRegistry]]:
+    registry, _ = big_registry(48, filled=True)
+    server = StateServer(registry, transfer_stall_ms=2_000)
+    serve(server, HEAD, readers=10)
+    yield server, registry
+    server.close()
+
+
+ODD = {
+    "0-dim": torch.tensor(3.5),
+    "empty": torch.empty(0, 4),
+    "bf16": torch.randn(5, 3).bfloat16(),
+    "fp16": torch.randn(5).half(),
+    "fp64": torch.randn(5).double(),
+    "fp8 e4m3": torch.randn(7).to(torch.float8_e4m3fn),
+    "fp8 e5m2": torch.randn(7).to(torch.float8_e5m2),
+    "fp8 e4m3 fnuz": torch.randn(7).to(torch.float8_e4m3fnuz),
+    "bool": torch.tensor([True, False, True]),
+    "int64": torch.tensor([-(1 << 62), 3]),
+    "uint8": torch.arange(5, dtype=torch.uint8),
+    "uint16": torch.arange(5).to(torch.uint16),
+    "complex64": torch.randn(3, dtype=torch.complex64),
+    "complex128": torch.randn(3, dtype=torch.complex128),
+    "conjugate": torch.randn(3, dtype=torch.complex64).conj(),
+    "transposed": torch.randn(4, 6).t(),
+    "strided": torch.randn(10)[::2],
+    "expanded": torch.randn(1, 3).expand(4, 3),
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "big": torch.randn(3, 1 << 19),
+    "nan": torch.tensor([float("nan"), float("inf"), -0.0]),
+}
+
+
+def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Zeros with the same strides."""
+    if tensor.is_conj():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype).conj()
+    if 0 in tensor.stride():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
+    zeros = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    zeros.untyped_storage().fill_(0)
+    return zeros
+
+
+def test_every_dtype_and_layout_in_place() -> None:
+    own = {name: _zeros_like(tensor) for name, tensor in ODD.items()}
+    donor, joiner = StateRegistry(), StateRegistry()
+    donor.register_tensors("odd", lambda: ODD)
+    joiner.register_tensors("odd", lambda: own)
+    addresses = {name: tensor.data_ptr() for name, tensor in own.items()}
+    assert joiner.digest() != donor.digest()
+    server = StateServer(donor)
+    serve(server, HEAD)
+    report = fetch(joiner, HEAD, server.address)
+    apply(joiner, report)
+    assert joiner.digest() == donor.digest()
+    assert {name: tensor.data_ptr() for name, tensor in own.items()} == addresses
+    assert report.size_bytes == joiner.size_bytes()
+    server.close()
+
+
+def test_a_whole_replica_and_its_report() -> None:
+    donor, joiner = make_replica(1), make_replica(2)
+    donor.train(1, 3)
+    server = StateServer(donor.registry)
+    serve(server, HEAD)
+    progress: list[tuple[int, int]] = []
+    report = fetch(joiner.registry, HEAD, server.address, on_progress=lambda done, total: progress.append((done, total)))
+    assert not joiner.registry.holds_state
+    apply(joiner.registry, report)
+    assert joiner.registry.holds_state
+    assert joiner.registry.digest() == donor.registry.digest()
+    assert report.donors == (server.address,)
+    assert (report.refetched_bytes, report.notes) == (0, ())
+    assert progress[-1] == (report.size_bytes, report.size_bytes)
+    server.close()
+
+
+def test_nothing_registered_is_a_version_too() -> None:
+    server = StateServer(StateRegistry())
+    serve(server, HEAD)
+    joiner = StateRegistry()
+    apply(joiner, fetch(joiner, HEAD, server.address))
+    assert joiner.holds_state
+    server.close()
+
+
+def test_a_version_does_not_change_while_the_donor_trains_on() -> None:
+    """A slow reader, a donor that takes a step every few milliseconds: the reader gets the head that it asked for."""
+    donor, joiner = make_replica(1), make_replica(2)
+    registry, tensors = big_registry(24, filled=True)
+    donor.registry.register_tensors("big", lambda: tensors)
+    own_registry, own = big_registry(24, filled=False)
+    joiner.registry.register_tensors("big", lambda: own)
+    del registry, own_registry
+    donor.train(1, 3)
+    expected = donor.registry.digest()
+    server = StateServer(donor.registry)
+    proxy = Proxy(server.address, lambda data, _: time.sleep(0.002) or data)
+    serve(server, HEAD)
+    transfer = InBackground(lambda: fetch(joiner.registry, HEAD, proxy.address))
+    steps = 0
+    while transfer.running:
+        steps += 1
+        server.publish(head_at(3 + steps))
+        donor.backward(steps)
+        server.before_update()
+        donor.step()
+        for tensor in tensors.values():
+            tensor.add_(1)
+    report = transfer.result()
+    assert isinstance(report, FetchReport)
+    apply(joiner.registry, report)
+    assert joiner.registry.digest() == expected
+    assert donor.registry.digest() != expected
+    assert steps > 3
+    proxy.close()
+    server.close()
+
+
+def test_one_flipped_bit_is_found_fetched_again_and_told(big_donor: tuple[StateServer, StateRegistry]) -> None:
+    server, registry = big_donor
+    flips = count()
+
+    def flip_once(data: bytes, offset: int) -> bytes:
+        # Far behind all heads and the manifest, which are short here.
+        if offset > 1_000_000 and next(flips) == 0:
+            middle = len(data) // 2
+            return data[:middle] + bytes([data[middle] ^ 4]) + data[middle + 1 :]
+        return data
+
+    proxy = Proxy(server.address, flip_once)
+    joiner, _ = big_registry(48, filled=False)
+    report = fetch(joiner, HEAD, proxy.address)
+    apply(joiner, report)
+    assert joiner.digest() == registry.digest()
+    assert report.refetched_bytes == 4 << 20
+    assert len(report.notes) == 1
+    assert "came damaged and are fetched again" in report.notes[0]
+    proxy.close()
+
+
+def test_a_donor_whose_bytes_are_always_damaged_is_left_out(big_donor: tuple[StateServer, StateRegistry]) -> None:
+    server, registry = big_donor
+
+    def flip_always(data: bytes, offset: int) -> bytes:
+        return bytes([data[0] ^ 1]) + data[1:] if len(data) > 30_000 and offset > 100_000 else data
+
+    proxy = Proxy(server.address, flip_always)
+    joiner, _ = big_registry(48, filled=False)
+    with pytest.raises(StateError, match="could not be fetched .*came damaged"):
+        fetch(joiner, HEAD, proxy.address)
+    assert not joiner.holds_state
+    apply(joiner, fetch(joiner, HEAD, proxy.address, server.address))
+    assert joiner.digest() == registry.digest()
+    proxy.close()
+
+
+def test_a_donor_killed_half_way_is_replaced() -> None:
+    with donor_processes(2, 180, HEAD) as (processes, addresses):
+        joiner, _ = big_registry(180, filled=False)
+        reference, _ = big_registry(180, filled=True)
+        killed = threading.Event()
+
+        def kill_half_way(done: int, total: int) -> None:
+            if done * 2 >= total and not killed.is_set():
+                killed.set()
+                processes[0].kill()
+
+        report = fetch(joiner, HEAD, *addresses, on_progress=kill_half_way)
+        apply(joiner, report)
+        assert killed.is_set()
+        assert joiner.digest() == reference.digest()
+        assert report.refetched_bytes < report.size_bytes / 10
+        assert addresses[1] in report.donors
+
+        processes[1].kill()
+        processes[1].join()
+        with pytest.raises(StateError, match="could not be fetched: donor .*; donor "):
+            fetch(joiner, HEAD, *addresses)
+
+
+def test_a_donor_that_freezes_is_replaced() -> None:
+    with donor_processes(2, 90, HEAD) as (processes, addresses):
+        joiner, _ = big_registry(90, filled=False)
+        frozen = threading.Event()
+
+        def freeze(done: int, _total: int) -> None:
+            if done and not frozen.is_set():
+                frozen.set()
+                os.kill(processes[0].pid or 0, signal.SIGSTOP)
+
+        report = fetch(joiner, HEAD, *addresses, transfer_stall_ms=500, on_progress=freeze)
+        apply(joiner, report)
+        assert frozen.is_set()
+        assert joiner.digest() == big_registry(90, filled=True)[0].digest()
+
+
+def test_our_own_lost_connection_is_made_again(big_donor: tuple[StateServer, StateRegistry]) -> None:
+    server, registry = big_donor
+    breaks = count()
+
+    def break_once(data: bytes, offset: int) -> bytes:
+        if offset > 6_000_000 and next(breaks) == 0:
+            raise ConnectionError
+        return data
+
+    proxy = Proxy(server.address, break_once)
+    joiner, _ = big_registry(48, filled=False)
+    report = fetch(joiner, HEAD, proxy.address, connections_per_donor=1)
+    apply(joiner, report)
+    assert joiner.digest() == registry.digest()
+    assert "broke off" in report.notes[0]
+    proxy.close()
+
+
+def test_cancel_ends_a_transfer_at_once(big_donor: tuple[StateServer, StateRegistry]) -> None:
+    server, _ = big_donor
+    blocked, cancel = threading.Event(), threading.Event()
+
+    def block(data: bytes, offset: int) -> bytes:
+        if offset > 1_000_000:
+            blocked.set()
+            cancel.wait(20)
+        return data
+
+    proxy = Proxy(server.address, block)
+    joiner, _ = big_registry(48, filled=False)
+    transfer = InBackground(lambda: fetch(joiner, HEAD, proxy.address, cancel=cancel, transfer_stall_ms=60_000))
+    assert blocked.wait(10)
+    cancel.set()
+    with pytest.raises(StateError, match="it was cancelled"):
+        transfer.result(10)
+    assert not joiner.holds_state
+    proxy.close()
+
+
+def test_a_silent_donor_has_a_deadline() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = join_address("127.0.0.1", listener.getsockname()[1])
+    with pytest.raises(StateError, match="no byte came within transfer_stall_ms"):
+        fetch(make_replica(1).registry, HEAD, address, transfer_stall_ms=200)
+    listener.close()
+
+
+def test_donors_of_another_head_or_with_another_state_are_told_apart() -> None:
+    joiner, donor, odd = make_replica(9), make_replica(1), make_replica(2)
+    servers = [StateServer(replica.registry) for replica in (donor, odd)]
+    for server in servers:
+        serve(server, HEAD)
+    report = fetch(joiner.registry, HEAD, servers[0].address, wait_ms=0)
+    apply(joiner.registry, report)
+    odd.optimizer.param_groups[0]["lr"] = 0.7
+    servers[1].before_update()
+    serve(servers[1], head_at(4))
+    servers[0].before_update()
+    serve(servers[0], head_at(4))
+    report = fetch(joiner.registry, head_at(4), *(server.address for server in servers))
+    assert any("its manifest differs from that of" in note for note in report.notes)
+    with pytest.raises(StateError, match="version 3-78 is not served yet: this replica serves"):
+        fetch(joiner.registry, Head(3, 78), servers[0].address, wait_ms=0)
+    with pytest.raises(StateError, match=r"version 2-77 is not served: nobody had asked for it"):
+        fetch(joiner.registry, head_at(2), servers[0].address)
+    with pytest.raises(StateError, match="there is no donor"):
+        fetch(joiner.registry, HEAD)
+    with pytest.raises(StateError, match="is not host:port"):
+        fetch(joiner.registry, HEAD, "nowhere")
+    for server in servers:
+        server.close()
+
+
+def test_a_mismatch_is_one_sentence_and_changes_nothing() -> None:
+    donor = make_replica(1, lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True))
+    joiner = make_replica(2)
+    before = joiner.registry.digest()
+    server = StateServer(donor.registry)
+    serve(server, HEAD)
+    with pytest.raises(StateError, match="'optimizer.group 0.fused' is 'True' at the donor and 'None' here"):
+        fetch(joiner.registry, HEAD, server.address)
+    assert joiner.registry.holds_state
+    assert joiner.registry.digest() == before
+    server.close()
+
+
+def test_a_reader_that_comes_first_waits_for_the_boundary() -> None:
+    donor, joiner = make_replica(1), make_replica(2)
+    server = StateServer(donor.registry)
+    server.publish(head_at(2))
+    transfer = InBackground(lambda: fetch(joiner.registry, HEAD, server.address, transfer_stall_ms=500))
+    time.sleep(0.7)  # longer than the server waits in one request
+    assert transfer.running
+    donor.train(3, 3)
+    server.publish(HEAD)
+    report = transfer.result()
+    assert isinstance(report, FetchReport)
+    apply(joiner.registry, report)
+    assert joiner.registry.digest() == donor.registry.digest()
+    server.close()
+
+
+RESPONSES = st.one_of(
+    st.binary(max_size=60),
+    st.builds(
+        lambda status, length, body: f"HTTP/1.1 {status} X\r\nContent-Length: {length}\r\n\r\n".encode() + body,
+        st.sampled_from([200, 206, 404, 410, 500, 503, 99]),
+        st.integers(-1, 200) | st.just(1 << 70) | st.just(1 << 40),
+        st.binary(max_size=120) | st.just(b'{"format": 1}') | st.just(b"[" * 100),
+    ),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(RESPONSES, min_size=1, max_size=3))
+def test_any_answer_of_a_hostile_donor_ends_in_a_sentence(responses: list[bytes]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = join_address("127.0.0.1", listener.getsockname()[1])
+
+        def answer() -> None:
+            for response in responses:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                with connection:
+                    connection.settimeout(2)
+                    with contextlib.suppress(OSError):
+                        connection.recv(1 << 14)
+                        connection.sendall(response)
+
+        server = threading.Thread(target=answer, daemon=True)
+        server.start()
+        registry = StateRegistry()
+        with pytest.raises(StateError, match="could not be fetched"):
+            fetch(registry, HEAD, address, transfer_stall_ms=300, wait_ms=0)
+        assert registry.holds_state
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)
+        server.join(5)
+        assert not server.is_alive()
