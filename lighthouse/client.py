@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 
 import grpc
@@ -63,7 +64,11 @@ class LighthouseClient:
         self.address = address
         self.connected = False
         self.last_heard = time.monotonic()
-        """``time.monotonic()`` of the last word from the Lighthouse; at first, of the creation (rule M8)."""
+        """``time.monotonic()`` of the last word from the Lighthouse; at first, of the creation."""
+        self.last_answered = self.last_heard
+        """``time.monotonic()`` when the newest word was sent that the Lighthouse has answered: until then at least it has
+        heard this process (rule M8). The answer itself may have lain in a socket for as long as this process was paused."""
+        self._unanswered: deque[float] = deque()
         self._target = target_of(address)
         self._job_id = job_id
         self._process = process
@@ -120,6 +125,7 @@ class LighthouseClient:
         # From here on send() goes to this session: what changes after the greeting was made must not be lost.
         outbox: asyncio.Queue[wire.SessionUp] = asyncio.Queue()
         self._outbox = outbox
+        self._unanswered = deque([time.monotonic()])  # `open` is answered, then each beat, in order
         tasks: list[asyncio.Task[None]] = []
         try:
             for message in self._greet():
@@ -159,7 +165,8 @@ class LighthouseClient:
                 self._on_connected(True)
             match message:
                 case wire.BeatAnswer():
-                    pass
+                    if self._unanswered:
+                        self.last_answered = self._unanswered.popleft()
                 case wire.Ping():
                     self._put(wire.Pong())
                 case _:
@@ -178,6 +185,7 @@ class LighthouseClient:
         interval_s = self._timeouts.heartbeat_interval_ms / 1000
         while True:
             await asyncio.sleep(interval_s)
+            self._unanswered.append(time.monotonic())
             self._put(Beat(self._progress()))
 
     def _put(self, message: wire.SessionUp) -> None:

@@ -35,6 +35,8 @@ from lighthouse.storage import Storage, StorageError
 logger = logging.getLogger(__name__)
 
 DEFAULT_TICK_MS = 100
+OWNER_CHECK_MS = 1_000
+"""How often the store is asked whether it is still ours: far below any outage limit."""
 OPENING_DEADLINE_S = 5.0
 DRAIN_DEADLINE_S = 1.0
 STOP_GRACE_S = 0.5
@@ -126,9 +128,14 @@ class LighthouseDaemon:
         return now_ms
 
     async def _tick_forever(self) -> None:
+        checked_ms = 0
         while True:
             now_ms = self._now_ms()
+            check = now_ms - checked_ms >= OWNER_CHECK_MS
+            checked_ms = now_ms if check else checked_ms
             for job in list(self._jobs.values()):
+                if check:
+                    job.check_owner()
                 job.tick(now_ms)
             self._wake.clear()
             deadlines = [d for job in self._jobs.values() if (d := job.core.deadline()) is not None]

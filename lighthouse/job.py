@@ -75,6 +75,16 @@ class Job:
         if deadline_ms is not None and deadline_ms <= now_ms:
             self._carry_out(self.core.tick(now_ms))
 
+    def check_owner(self) -> None:
+        """Notice a newer Lighthouse; raises Superseded, StorageError.
+
+        Without this, one that has nothing to store would go on for ever: it answers heartbeats of members that the
+        newer one has not heard for so long that it counts them out (rules L5, M8).
+        """
+        record = self._storage.load(self.job_id)
+        if record is None or record.epoch != self.core.stored_epoch:
+            raise self._superseded()
+
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
@@ -99,9 +109,10 @@ class Job:
 
     def _store(self, effect: Store) -> None:
         if not self._storage.store(self.job_id, effect.expected_epoch, effect.record):
-            raise Superseded(
-                f"another Lighthouse has taken over job {self.job_id!r} in the same store: this one stops"
-            )
+            raise self._superseded()
+
+    def _superseded(self) -> Superseded:
+        return Superseded(f"another Lighthouse has taken over job {self.job_id!r} in the same store: this one stops")
 
     def _encode(self, message: Down) -> bytes:
         """Serialise once what goes to many: the core sends the same object to all."""

@@ -36,14 +36,18 @@ def choose_base(q_last: Quorum, evidence: Sequence[Position]) -> Base:
 
 
 def holds(position: Position, base: Head) -> bool:
-    """True if this member has the state of ``base`` or everything it needs to commit it (rule L4)."""
-    voted = Vote(base.step, base.quorum_id)
-    return (position.level and position.head == base) or position.voted == voted
+    """True if this member has the state of ``base`` or everything it needs to commit it (rule L4).
+
+    It must be level either way: a joiner that voted holds the averages of the step, but not the state to apply
+    them to.
+    """
+    vote = Vote(base.step, base.quorum_id)
+    return position.level and (position.head == base or position.voted == vote)
 
 
 def holds_after_reload(position: Position, base: Head) -> bool:
     """The same when members load their disk head first (rules L5, R4)."""
-    return (position.level and position.head == base) or position.disk_head == base
+    return holds(position, base) or position.disk_head == base
 
 
 def choose_restart_base(positions: Iterable[Position]) -> Head | None:

@@ -36,6 +36,8 @@ class Wait:
     """Nobody needs those who want to leave, although nothing forms."""
     total_loss: bool = False
     """Nobody holds the state, and nobody can come back with it (rule L5): ``restart_timeout`` runs."""
+    start_over: bool = False
+    """Nobody who is there has any state, not even an initial one: they have to restart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +94,7 @@ def _first(view: View, roster: Roster, asks: list[Peer]) -> Plan | Wait:
         missing = f"for {', '.join(silent) or 'more replicas'}, {len(stayers)} have asked"
     if not complete and not _join_timeout_over(view, roster):
         return Wait(f"{missing}; at most until join_timeout_ms ({config.join_timeout_ms})")
-    return _restart(stayers, "first quorum") or Wait("for a replica that holds any state")
+    return _restart(stayers, "first quorum") or Wait("for a replica that holds any state", start_over=True)
 
 
 def _next(view: View, q_last: Quorum, roster: Roster, blame: Blame, asks: list[Peer]) -> Plan | Wait:
@@ -149,7 +151,7 @@ def _total_loss(
         return Wait(f"for {needed} replicas (min_replicas), {len(stayers)} have asked", total_loss=True)
     plan = _restart(stayers, "total loss")
     if plan is None:
-        return Wait("for a replica that holds any state, in memory or on disk", total_loss=True)
+        return Wait("for replicas that restart with an initial state", total_loss=True, start_over=True)
     lost = max(0, view.highest_step - plan.base.step)
     text = (
         f"total loss: nobody holds the state of quorum {q_last.id} any more; "
@@ -174,18 +176,12 @@ def _may_still_hold(
 
 
 def _restart(stayers: list[Peer], reason: str) -> Plan | None:
-    """From the newest head that anybody has, in memory or on disk; at the worst from an initial state."""
+    """From the newest head that anybody has, in memory or on disk; None if nobody has any state."""
     positions = [p.position for p in stayers if p.position is not None]
     base = choose_restart_base(positions)
     if base is None:
-        base = next((p.initial for p in stayers if p.initial is not None), None)
-    if base is None:
         return None
-    holders = [
-        p
-        for p in stayers
-        if p.position is not None and (holds_after_reload(p.position, base) or p.initial == base)
-    ]
+    holders = [p for p in stayers if p.position is not None and holds_after_reload(p.position, base)]
     from_disk = any(p.position is None or not _holds(p, base) for p in holders)
     ordered = [p for p in stayers if p in holders] + [p for p in stayers if p not in holders]
     return Plan(tuple(ordered), frozenset(p.process for p in holders), base, from_disk, False, reason)

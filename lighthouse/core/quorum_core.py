@@ -62,6 +62,7 @@ class QuorumCore:
         self._highest_id = self.q_last.id if self.q_last is not None else 0
         self._highest_step = self.q_last.base.step if self.q_last is not None else 0
         self._reported: Quorum | None = None
+        self._reported_ms = now_ms
         self._round: Round | None = None
         self._fault: str | None = None
         self._total_loss_since_ms: int | None = None
@@ -98,6 +99,11 @@ class QuorumCore:
     def deadline(self) -> int | None:
         """When ``tick`` has something to do at the latest; None: only after an event."""
         return self._wakeups.next_ms
+
+    @property
+    def stored_epoch(self) -> int | None:
+        """The epoch under which this core has stored; another one in the store means that it was superseded (F19)."""
+        return self._stored_epoch
 
     def story(self) -> list[str]:
         """The last decisions, one sentence each."""
@@ -199,6 +205,10 @@ class QuorumCore:
         if process.incarnation and process not in self._roster.gone:
             self._roster.retire(process, "its exit was reported")
 
+    def gone_because(self, process: Process) -> str | None:
+        """Why ``process`` is counted out for good; None if it is not."""
+        return self._roster.gone.get(process)
+
     def knows(self, process: Process) -> bool:
         """True if this process (empty incarnation: any of that replica) was met or is in a quorum."""
         met = [p.process for p in self._roster.peers.values()]
@@ -218,6 +228,8 @@ class QuorumCore:
         self._highest_step = max(self._highest_step, position.head.step)
         newest = max((q.id for q in (self.q_last, self._reported) if q is not None), default=0)
         if quorum is not None and newest < quorum.id <= self._highest_id:
+            if self._reported is None:
+                self._reported_ms = self._wakeups.now_ms
             self._reported = quorum
             self._roster.expect(quorum)
             self._chronicle.tell(
@@ -229,6 +241,12 @@ class QuorumCore:
     def _advance(self) -> None:
         """Apply all rules to the present state; doing it twice changes nothing."""
         self._wakeups.next_ms = None
+        self._apply_rules()
+        while self._roster.has_orphans():
+            self._apply_rules()
+        self._chronicle.announce_wait()
+
+    def _apply_rules(self) -> None:
         roster = self._roster
         roster.find_lost()
         for peer, ask in roster.resolve_pending():
@@ -246,10 +264,12 @@ class QuorumCore:
             self._revoke()
         members = {m.process for q in (self.q_last, self._reported) if q is not None for m in q.members}
         roster.forget_strangers(members)
-        self._chronicle.announce_wait()
 
     def _adopt_reported(self) -> None:
-        """Rule R2: a reported record becomes the last quorum when each member is here or certainly gone."""
+        """Rule R2: a reported record becomes the last quorum when each member is here or certainly gone.
+
+        Not before all had the time to connect: the first who reports need not be in the newest quorum.
+        """
         reported = self._reported
         if reported is None:
             return
@@ -261,6 +281,8 @@ class QuorumCore:
                 gone_ms = peer.heard_ms + self.config.certainly_gone_ms
                 if not self._wakeups.due(gone_ms):
                     missing.append(str(process))
+        if not self._wakeups.due(self._reported_ms + self.config.restart_grace_ms):
+            missing.append("members of a newer one, if there is any")
         if missing:
             self._chronicle.wait(f"for members of the reported quorum {reported.id}: {', '.join(missing)}")
             return
@@ -268,6 +290,12 @@ class QuorumCore:
         self._chronicle.wait("")
         self._store()
         self._chronicle.tell(f"quorum {reported.id}, as reported by its members, is in force again (rule R2)")
+        newest = max((p.floor() for p in self._roster.peers.values()), default=0)
+        if newest > reported.id:
+            self._chronicle.announce(
+                f"total loss: quorum {newest} was revoked at some time, and nobody reports it; the store was lost "
+                f"and all its members are away, so training goes on from quorum {reported.id} without their steps"
+            )
 
     def _let_strangers_leave(self) -> None:
         for peer in list(self._roster.peers.values()):
@@ -349,6 +377,8 @@ class QuorumCore:
                 self._total_loss_since_ms = None
             if plan.release_leavers:
                 self._release_leavers(set())
+            if plan.start_over:
+                self._start_over()
             self._chronicle.wait(plan.text)
         elif (thinned := self._apply_blame(plan)) is not None:
             self._install(thinned)
@@ -410,6 +440,15 @@ class QuorumCore:
         for peer in list(self._roster.peers.values()):
             if peer.ask is not None and peer.ask.leaving and peer.process not in staying:
                 self._roster.retire(peer.process, "it left in good order", left=True)
+
+    def _start_over(self) -> None:
+        """The worst total loss: joiners are left alone, without even an initial state."""
+        self._chronicle.announce(
+            f"total loss: nobody holds any state, {self._highest_step} steps are lost; all have to restart"
+        )
+        for peer in list(self._roster.peers.values()):
+            if self._counts(peer):
+                self._roster.retire(peer.process, "total loss: it holds no state, restart it")
 
     # --- what members need to know -----------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ from lighthouse.core.words import Close, CoreConfig, Effect, Note, Send, SendPin
 from lighthouse.messages import (
     WAITING_PHASES,
     Ask,
-    Head,
     Hello,
     Position,
     Process,
@@ -41,8 +40,6 @@ class Peer:
     asked_ms: int = 0
     had_quorum: bool = False
     """This process was in a quorum: its asks need the echo of the last id (rule L3)."""
-    initial: Head | None = None
-    """The head it started from, if that was step 0."""
     moved_ms: int = 0
     waiting_since_ms: int | None = None
     overdue: bool = False
@@ -143,6 +140,10 @@ class Roster:
             return self._accept(process, session, hello)
         return self._meet_other_incarnation(current, Pending(process, session, hello))
 
+    def has_orphans(self) -> bool:
+        """True if a new incarnation waits for an old one that is not there any more."""
+        return any(replica_id not in self.peers for replica_id in self.pending)
+
     def resolve_pending(self) -> list[tuple[Peer, Ask | None]]:
         """Accept new incarnations whose predecessors have turned out to be gone, with the asks they made."""
         accepted: list[tuple[Peer, Ask | None]] = []
@@ -195,6 +196,12 @@ class Roster:
             )
             self._turn_away(new.process, new.session, reason)
             return None
+        if older is not None and new.session <= older.session:
+            self.effects.append(Close(new.process, new.session, "a newer session of this process is open"))
+            return None
+        if older is not None and new.session <= older.session:
+            self.effects.append(Close(new.process, new.session, "a newer session of this process is open"))
+            return None
         new.ping_ms = older.ping_ms if older is not None else None
         self.pending[new.process.replica_id] = new
         peer = self._resolve(new)
@@ -223,8 +230,6 @@ class Roster:
     def heard(self, peer: Peer, position: Position) -> None:
         """A whole position came from ``peer``."""
         previous, peer.position = peer.position, position
-        if position.level and position.head.step == 0:
-            peer.initial = position.head
         self._progress(peer, previous.progress if previous is not None else None, position.progress)
 
     def beat(self, peer: Peer, progress: Progress) -> bool:
