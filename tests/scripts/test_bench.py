@@ -53,7 +53,7 @@ def test_quantile_interpolates() -> None:
 def test_ratio_is_paired_by_round() -> None:
     pair = overhead.Pair("torchft_plus", ("plain", "torchft_plus"), [])
     pair.wall_ms = {"plain": [1.0, 10.0, 100.0], "torchft_plus": [1.1, 11.0, 110.0]}
-    pair.cpu_ms = pair.wall_ms
+    pair.cpu_ms = pair.faults = pair.wall_ms
     plain, ours = overhead._rows(overhead.WORKLOADS[0], pair)
     assert plain.ratio.median == 1.0
     assert ours.ratio.least == pytest.approx(1.1)
