@@ -10,7 +10,7 @@ from torch import nn
 
 from torchft_plus import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-STEPS = 1500
+STEPS = 2500
 
 
 def batch(replica: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
