@@ -33,7 +33,7 @@ def build_model(width: int) -> nn.Module:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(1)
-    steps, width = setting("STEPS", 20), setting("WIDTH", 32)
+    steps, width = setting("STEPS", 1_000_000), setting("WIDTH", 32)
     model = build_model(width)
     fsdp = setting("FSDP", 0) == 1
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -61,7 +61,7 @@ def main() -> None:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.99)
     manager.state.register_values("scheduler", scheduler.state_dict, scheduler.load_state_dict)
     ballast = torch.zeros(setting("STATE_MB", 0) * 262_144)
-    manager.state.register_tensors("ballast", lambda: {"ballast": ballast})
+    manager.state.register_tensors("ballast", lambda: {"ballast": ballast}, advanced_by_optimizer=True)
     replica = manager.replica_id()
     seed = sum(replica.encode())
     while manager.current_step() < steps:
