@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torchft_plus.strict_table import ConfigError
 from torchft_plus.titan import versions
+from torchft_plus.titan.adapters import load_adapter
 from torchft_plus.titan.config import read
 
 
@@ -19,18 +20,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         version is wrong (one sentence on stderr, nothing started).
     """
     try:
-        torchtitan = versions.check(versions.installed("torchtitan"), versions.installed("torch"))
+        version = versions.check(versions.installed("torchtitan"), versions.installed("torch"))
         config = read(sys.argv[1:] if arguments is None else arguments)
         for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(variable):
                 raise ConfigError(f"{variable} is not set: start this module with torchrun.")
-        from torchft_plus.titan import cpu
-
-        cpu.prepare(torchtitan)
-        if torchtitan == (0, 2):
-            from torchft_plus.titan import trainer_v02 as adapter
-        else:
-            from torchft_plus.titan import trainer_v03 as adapter
+        adapter = load_adapter(version)
         settings = adapter.settings(config)
     except ConfigError as error:
         print(f"torchft_plus.titan: {error}", file=sys.stderr)

@@ -15,10 +15,10 @@ import torchtitan.train as stock
 from torchtitan.distributed import utils as dist_utils
 
 from torchft_plus.strict_table import ConfigError
-from torchft_plus.titan.adapter import FaultTolerantMixin
 from torchft_plus.titan.config import TitanConfig
 from torchft_plus.titan.config_v02 import job_config
 from torchft_plus.titan.data import Share
+from torchft_plus.titan.mixin import FaultTolerantMixin
 
 
 class FaultTolerantTrainer(FaultTolerantMixin, stock.Trainer):

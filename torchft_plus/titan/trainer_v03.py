@@ -13,10 +13,10 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
 from torchft_plus.strict_table import ConfigError
-from torchft_plus.titan.adapter import FaultTolerantMixin
 from torchft_plus.titan.config import TitanConfig
 from torchft_plus.titan.config_v03 import trainer_config
 from torchft_plus.titan.data import Share
+from torchft_plus.titan.mixin import FaultTolerantMixin
 
 
 class FaultTolerantTrainer(FaultTolerantMixin, Trainer):

@@ -20,6 +20,7 @@ if importlib.util.find_spec("torchtitan") is None:  # importing it needs our pre
 
 from torchft_plus.strict_table import ConfigError
 from torchft_plus.titan import assets, versions
+from torchft_plus.titan.adapters import load_adapter
 from torchft_plus.titan.config import read
 
 pytestmark = [pytest.mark.titan, pytest.mark.timeout(400)]
@@ -183,15 +184,8 @@ def test_a_killed_group_heals_to_the_same_bits_and_reads_on_where_it_was(runs: R
 
 @pytest.fixture(scope="module")
 def settings() -> Any:
-    from torchft_plus.titan import cpu
-
     version = versions.check(versions.installed("torchtitan"), versions.installed("torch"))
-    cpu.prepare(version)
-    if version == (0, 2):
-        from torchft_plus.titan import trainer_v02 as adapter
-    else:
-        from torchft_plus.titan import trainer_v03 as adapter
-    return adapter.settings
+    return load_adapter(version).settings
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from lighthouse.messages import Head
-from torchft_plus.titan import adapter, cpu, versions
+from torchft_plus.titan import cpu, mixin, versions
 from torchft_plus.titan.__main__ import main
 
 
@@ -106,7 +106,7 @@ def write_result_at_close(trainer: Any, path: Path) -> None:
             "step": self.step,
             "tokens": self.ntokens_seen,
             "rates": [group["lr"] for optimizer in self.optimizers for group in optimizer.param_groups],
-            "plugin": isinstance(self, adapter.FaultTolerantMixin),
+            "plugin": isinstance(self, mixin.FaultTolerantMixin),
         }
         path.write_text(json.dumps(result))
         close(self)
@@ -120,6 +120,6 @@ if __name__ == "__main__":
     write_result_at_close(stock_trainer(version), Path(os.environ["TITAN_RESULT"]))
     if refused := os.environ.get("TITAN_REFUSE"):
         manager = RefusingManager({int(attempt) for attempt in refused.split(",")})
-        setattr(adapter, "connect", lambda config: manager)  # noqa: B010
-        setattr(adapter, "gradient_reducer", lambda named: manager.parameters.extend(p for _, p in named))  # noqa: B010
+        setattr(mixin, "connect", lambda config: manager)  # noqa: B010
+        setattr(mixin, "gradient_reducer", lambda named: manager.parameters.extend(p for _, p in named))  # noqa: B010
     sys.exit(main())
