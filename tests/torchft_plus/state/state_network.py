@@ -46,7 +46,9 @@ _CONTEXT.set_forkserver_preload(["torchft_plus.state"])
 def donor_processes(count: int, size_mb: int, head: Head) -> Iterator[tuple[list[BaseProcess], list[str]]]:
     """Processes that serve ``big_registry`` as ``head``, and their addresses."""
     addresses, stop = _CONTEXT.Queue(), _CONTEXT.Event()
-    processes = [_CONTEXT.Process(target=_donate, args=(size_mb, head, addresses, stop)) for _ in range(count)]
+    processes = [
+        _CONTEXT.Process(target=_donate, args=(size_mb, head, addresses, stop)) for _ in range(count)
+    ]
     for process in processes:
         process.start()
     try:
@@ -68,7 +70,8 @@ def _donate(size_mb: int, head: Head, addresses: Queue[tuple[int, str]], stop: E
 
 
 class Proxy:
-    """Passes connections on to ``target``; ``transform`` gets what the target sends and where in the connection it is.
+    """Passes connections on to ``target``; ``transform`` gets what the target sends and where in the
+    connection it is.
 
     It may block to delay, change bytes, or raise ``ConnectionError`` to break the connection off.
     """

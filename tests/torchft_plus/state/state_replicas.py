@@ -25,7 +25,8 @@ def adamw(groups: list[dict[str, object]]) -> Optimizer:
 
 
 class Net(nn.Module):
-    """Matrices only where an optimizer wants it, else also vectors and a parameter that is not used in every step."""
+    """Matrices only where an optimizer wants it, else also vectors and a parameter that is not used in every
+    step."""
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
@@ -84,7 +85,9 @@ def make_replica(seed: int, make_optimizer: MakeOptimizer = adamw, bias: bool = 
     torch.manual_seed(seed)
     net = Net(bias)
     rest = [parameter for name, parameter in net.named_parameters() if not name.startswith("first")]
-    optimizer = make_optimizer([{"params": list(net.first.parameters()), "weight_decay": 0.01}, {"params": rest}])
+    optimizer = make_optimizer(
+        [{"params": list(net.first.parameters()), "weight_decay": 0.01}, {"params": rest}]
+    )
     if not isinstance(optimizer.param_groups[0]["lr"], torch.Tensor):
         optimizer.param_groups[1]["lr"] *= 0.5
     scheduler = SequentialLR(

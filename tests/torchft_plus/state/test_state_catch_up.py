@@ -56,7 +56,9 @@ def _donor_and_joiner(request: pytest.FixtureRequest) -> Iterator[tuple[Replica,
     server.close()
 
 
-def _step_together(donor: Replica, server: StateServer, joiner: Replica, catch_up: CatchUp, step: int) -> None:
+def _step_together(
+    donor: Replica, server: StateServer, joiner: Replica, catch_up: CatchUp, step: int
+) -> None:
     """A committed step: a level donor, a joiner that is behind."""
     donor.backward(step)
     joiner.take_gradients(donor)
@@ -106,7 +108,8 @@ def _behind(steps: int, max_steps: int = 10) -> tuple[Replica, StateServer, Repl
 
 
 def test_controls_fail_as_they_must() -> None:
-    """Without one gradient, or with the last options for all steps, the bits differ: the comparison can fail."""
+    """Without one gradient, or with the last options for all steps, the bits differ: the comparison can
+    fail."""
     for spoil in ("gradient", "options"):
         donor, server, joiner, catch_up, report = _behind(5)
         steps = catch_up._steps

@@ -93,7 +93,9 @@ def test_a_whole_replica_and_its_report() -> None:
     server = StateServer(donor.registry)
     serve(server, HEAD)
     progress: list[tuple[int, int]] = []
-    report = fetch(joiner.registry, HEAD, server.address, on_progress=lambda done, total: progress.append((done, total)))
+    report = fetch(
+        joiner.registry, HEAD, server.address, on_progress=lambda done, total: progress.append((done, total))
+    )
     assert not joiner.registry.holds_state
     apply(joiner.registry, report)
     assert joiner.registry.holds_state
@@ -114,7 +116,8 @@ def test_nothing_registered_is_a_version_too() -> None:
 
 
 def test_a_version_does_not_change_while_the_donor_trains_on() -> None:
-    """A slow reader, a donor that takes a step every few milliseconds: the reader gets the head that it asked for."""
+    """A slow reader, a donor that takes a step every few milliseconds: the reader gets the head that it asked
+    for."""
     donor, joiner = make_replica(1), make_replica(2)
     registry, tensors = big_registry(24, filled=True)
     donor.registry.register_tensors("big", lambda: tensors)
@@ -146,7 +149,9 @@ def test_a_version_does_not_change_while_the_donor_trains_on() -> None:
     server.close()
 
 
-def test_one_flipped_bit_is_found_fetched_again_and_told(big_donor: tuple[StateServer, StateRegistry]) -> None:
+def test_one_flipped_bit_is_found_fetched_again_and_told(
+    big_donor: tuple[StateServer, StateRegistry],
+) -> None:
     server, registry = big_donor
     flips = count()
 
@@ -168,7 +173,9 @@ def test_one_flipped_bit_is_found_fetched_again_and_told(big_donor: tuple[StateS
     proxy.close()
 
 
-def test_a_donor_whose_bytes_are_always_damaged_is_left_out(big_donor: tuple[StateServer, StateRegistry]) -> None:
+def test_a_donor_whose_bytes_are_always_damaged_is_left_out(
+    big_donor: tuple[StateServer, StateRegistry],
+) -> None:
     server, registry = big_donor
 
     def flip_always(data: bytes, offset: int) -> bytes:
@@ -254,7 +261,9 @@ def test_cancel_ends_a_transfer_at_once(big_donor: tuple[StateServer, StateRegis
 
     proxy = Proxy(server.address, block)
     joiner, _ = big_registry(48, filled=False)
-    transfer = InBackground(lambda: fetch(joiner, HEAD, proxy.address, cancel=cancel, transfer_stall_ms=60_000))
+    transfer = InBackground(
+        lambda: fetch(joiner, HEAD, proxy.address, cancel=cancel, transfer_stall_ms=60_000)
+    )
     assert blocked.wait(10)
     cancel.set()
     with pytest.raises(StateError, match="it was cancelled"):
@@ -329,7 +338,9 @@ def test_a_reader_that_comes_first_waits_for_the_boundary() -> None:
 RESPONSES = st.one_of(
     st.binary(max_size=60),
     st.builds(
-        lambda status, length, body: f"HTTP/1.1 {status} X\r\nContent-Length: {length}\r\n\r\n".encode() + body,
+        lambda status, length, body: (
+            f"HTTP/1.1 {status} X\r\nContent-Length: {length}\r\n\r\n".encode() + body
+        ),
         st.sampled_from([200, 206, 404, 410, 500, 503, 99]),
         st.integers(-1, 200) | st.just(1 << 70) | st.just(1 << 40),
         st.binary(max_size=120) | st.just(b'{"format": 1}') | st.just(b"[" * 100),

@@ -96,7 +96,16 @@ def test_a_huge_tensor_that_is_consistent_is_bounded() -> None:
     sizes = [1 << 50, 1 << 50]
     data = _changed(
         ["tensors"],
-        [{"name": "x/a", "dtype": "int8", "shape": sizes, "device": "cpu", "offset": 0, "size_bytes": 1 << 100}],
+        [
+            {
+                "name": "x/a",
+                "dtype": "int8",
+                "shape": sizes,
+                "device": "cpu",
+                "offset": 0,
+                "size_bytes": 1 << 100,
+            }
+        ],
     )
     with pytest.raises(StateError, match="more than"):
         parse_manifest(data, HEAD)
@@ -139,6 +148,8 @@ def test_head_names(step: int, quorum_id: int, digest: str) -> None:
     assert parse_head(head_name(head)) == head
 
 
-@pytest.mark.parametrize("text", ["", "1", "1-2-3-4", "a-1", "1-", "-1-2", "1-2-", "1 -2", "9" * 30 + "-1", "1-٣"])
+@pytest.mark.parametrize(
+    "text", ["", "1", "1-2-3-4", "a-1", "1-", "-1-2", "1-2-", "1 -2", "9" * 30 + "-1", "1-٣"]
+)
 def test_no_head_names(text: str) -> None:
     assert parse_head(text) is None

@@ -79,7 +79,9 @@ def test_local_buffers_are_sent_but_not_compared() -> None:
     apply(other, fetch(other, head_at(1), server.address))
     assert torch.equal(other_net[1].running_mean, net[1].running_mean)  # type: ignore[union-attr]
     server.close()
-    with pytest.raises(StateError, match="local_buffers of 'm' names '1.mean', which is no persistent buffer"):
+    with pytest.raises(
+        StateError, match="local_buffers of 'm' names '1.mean', which is no persistent buffer"
+    ):
         StateRegistry().register_module("m", net, local_buffers=["1.mean"])
 
 
@@ -100,7 +102,10 @@ def _seconds(registry: StateRegistry) -> float:
 
 
 def test_signature_names_the_field_that_differs() -> None:
-    plain, fused = make_replica(1), make_replica(1, lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True))
+    plain, fused = (
+        make_replica(1),
+        make_replica(1, lambda groups: torch.optim.AdamW(groups, lr=0.1, fused=True)),
+    )
     sentence = describe_mismatch(plain.registry.signature(), fused.registry.signature(), "replica_1")
     assert sentence is not None
     assert "'optimizer.group 0.fused' is 'True' at replica_1 and 'None' here" in sentence
@@ -117,8 +122,16 @@ def test_signature_names_the_field_that_differs() -> None:
 @pytest.mark.parametrize(
     ("own", "donors", "sentence"),
     [
-        ({"a": torch.zeros(2)}, {"a": torch.zeros(3)}, r"'x/a' is float32\[3\] at the donor and float32\[2\] here"),
-        ({"a": torch.zeros(2)}, {"a": torch.zeros(2).half()}, r"float16\[2\] at the donor and float32\[2\] here"),
+        (
+            {"a": torch.zeros(2)},
+            {"a": torch.zeros(3)},
+            r"'x/a' is float32\[3\] at the donor and float32\[2\] here",
+        ),
+        (
+            {"a": torch.zeros(2)},
+            {"a": torch.zeros(2).half()},
+            r"float16\[2\] at the donor and float32\[2\] here",
+        ),
         ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}, "'x/b' .* is not registered here"),
         ({"a": torch.zeros(2)}, {}, "'x/a' is registered here but the donor does not have it"),
     ],
@@ -177,7 +190,9 @@ def test_registration_refuses_what_could_not_be_sent() -> None:
     optimizer.state["global"] = {"k": 1}  # type: ignore[index]
     with pytest.raises(StateError, match="keys that are not its parameters"):
         registry.register_optimizer("odd", optimizer)
-    assert registry.signature().keys() == {"shard", "torch"}, "a refused registration must leave nothing behind"
+    assert registry.signature().keys() == {"shard", "torch"}, (
+        "a refused registration must leave nothing behind"
+    )
 
 
 def test_digest_is_refused_while_the_memory_is_a_mixture() -> None:
@@ -222,7 +237,9 @@ def test_torchft_callables_get_their_nested_dict() -> None:
     assert loaded["weights"][0].data_ptr() == joiner.weights.data_ptr()
     assert torch.equal(joiner.weights, donor.weights)
     assert torch.equal(loaded["opt"]["momentum"], donor.state["momentum"])
-    assert registries[1].obstacles_to_catch_up() == ("the state behind the callables of 'user' is loaded as a whole",)
+    assert registries[1].obstacles_to_catch_up() == (
+        "the state behind the callables of 'user' is loaded as a whole",
+    )
     server.close()
 
 

@@ -17,9 +17,18 @@ from torchft_plus.state import StateError
 from torchft_plus.state.values import canonical, decode, encode, parse_json
 
 SCALARS = (
-    st.none() | st.booleans() | st.integers(-(2**300), 2**300) | st.floats(allow_nan=False) | st.text(max_size=8)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**300), 2**300)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8)
 )
-KEYS = st.text(max_size=4) | st.integers(-5, 5) | st.just("!") | st.tuples(st.integers(0, 3), st.text(max_size=2))
+KEYS = (
+    st.text(max_size=4)
+    | st.integers(-5, 5)
+    | st.just("!")
+    | st.tuples(st.integers(0, 3), st.text(max_size=2))
+)
 PLAIN = st.recursive(
     SCALARS,
     lambda inner: (
@@ -113,11 +122,17 @@ def test_depth_is_bounded() -> None:
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=6),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=6),
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from(["!", "items", "value", "name", "dtype", "shape", "data", "device", "a"]), inner, max_size=6
+            st.sampled_from(["!", "items", "value", "name", "dtype", "shape", "data", "device", "a"]),
+            inner,
+            max_size=6,
         )
         | st.fixed_dictionaries(
             {"!": st.sampled_from(["float", "tuple", "dict", "counter", "tensor", "ref"])},
