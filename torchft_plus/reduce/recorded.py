@@ -281,7 +281,7 @@ def _average(staging: torch.Tensor, op: ReduceOp.RedOpType) -> None:
     """Divide by the number of contributors, once."""
     if op == ReduceOp.AVG:
         contributors = float(staging[-1])
-        staging[:-1].mul_(1 / contributors if contributors else 0)
+        staging[:-1].div_(max(1.0, contributors))  # without contributors it is zero already
 
 
 def _unstaged(staging: torch.Tensor, like: torch.Tensor, op: ReduceOp.RedOpType) -> torch.Tensor:

@@ -3,12 +3,11 @@ from __future__ import annotations
 import copy
 import logging
 import signal
-import threading
 import time
-from typing import Any
 
 import pytest
 import torch
+from held_lane import HeldLane
 from rank_processes import Rank, run_ranks, start_ranks, wait_ended
 from reduction_cases import CASES, Net, data
 from torch import nn
@@ -16,7 +15,6 @@ from torch._C._distributed_c10d import HashStore
 
 from torchft_plus.process_group.gloo import GlooBackend
 from torchft_plus.process_group.lane import Lane, LaneError, LaneSpec
-from torchft_plus.process_group.operation import LaneOperation, ended
 from torchft_plus.reduce.reducer import GradientReducer
 
 
@@ -283,35 +281,6 @@ def test_a_death_in_mid_allreduce_costs_no_gradient() -> None:
         assert max(noticed_0, noticed_1) - killed < 2
 
 
-class HeldLane:
-    """A lane of two whose operations end when the test says, on another thread."""
-
-    def __init__(self, world_size: int = 2) -> None:
-        self.spec = LaneSpec(HashStore(), 0, world_size, 1, 1000)
-        self.error: LaneError | None = None
-        self.started: list[tuple[torch.Tensor, LaneOperation]] = []
-
-    def allreduce(self, tensor: torch.Tensor, op: Any = None) -> LaneOperation:
-        if self.error is not None:
-            return ended(self.error)
-        operation = LaneOperation(tensor)
-        self.started.append((tensor, operation))
-        return operation
-
-    def end(self, error: LaneError | None = None) -> None:
-        self.error = error
-        thread = threading.Thread(target=lambda: [operation.finish(error) for _, operation in self.started])
-        thread.start()
-        thread.join(10)
-
-    def process_group(self) -> Any:
-        raise NotImplementedError
-
-    def abort(self, reason: str) -> None: ...
-
-    def retire(self) -> None: ...
-
-
 def _small() -> tuple[nn.Module, GradientReducer]:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     return model, GradientReducer(list(model.named_parameters()), bucket_bytes=1, first_bucket_bytes=1)
@@ -346,7 +315,7 @@ def test_nothing_is_launched_after_the_lane_broke_or_without_one() -> None:
     _backward(model)
     reducer.post(lane)  # learn
     lane.end()
-    lane.started.clear()
+    lane.forget()
     reducer.begin(lane, 1.0)
     lane.error = LaneError("gone")
     _backward(model)
@@ -367,7 +336,7 @@ def test_hooks_do_nothing_while_a_stream_is_captured(monkeypatch: pytest.MonkeyP
     _backward(model)
     reducer.post(lane)
     lane.end()
-    lane.started.clear()
+    lane.forget()
     reducer.begin(lane, 1.0)
     monkeypatch.setattr(reducer._streams, "capturing", lambda: True)
     _backward(model)
@@ -469,9 +438,8 @@ def test_what_cannot_be_reduced_is_said_on_the_training_thread() -> None:
 
 def test_held_hooks_only_count_and_flush_posts_the_rest() -> None:
     model, reducer = _small()
-    lane = HeldLane()
     for step in range(3):
-        lane.started.clear()
+        lane = HeldLane()
         reducer.begin(lane, 1.0)
         with reducer.held():
             _backward(model)
