@@ -183,7 +183,7 @@ def test_a_donor_whose_bytes_are_always_damaged_is_left_out(
 
     proxy = Proxy(server.address, flip_always)
     joiner, _ = big_registry(48, filled=False)
-    with pytest.raises(StateError, match="could not be fetched .*came damaged"):
+    with pytest.raises(StateError, match=r"could not be fetched .*came damaged"):
         fetch(joiner, HEAD, proxy.address)
     assert not joiner.holds_state
     apply(joiner, fetch(joiner, HEAD, proxy.address, server.address))
@@ -211,7 +211,7 @@ def test_a_donor_killed_half_way_is_replaced() -> None:
 
         processes[1].kill()
         processes[1].join()
-        with pytest.raises(StateError, match="could not be fetched: donor .*; donor "):
+        with pytest.raises(StateError, match=r"could not be fetched: donor .*; donor "):
             fetch(joiner, HEAD, *addresses)
 
 
@@ -312,7 +312,7 @@ def test_a_mismatch_is_one_sentence_and_changes_nothing() -> None:
     before = joiner.registry.digest()
     server = StateServer(donor.registry)
     serve(server, HEAD)
-    with pytest.raises(StateError, match="'optimizer.group 0.fused' is 'True' at the donor and 'None' here"):
+    with pytest.raises(StateError, match=r"'optimizer.group 0.fused' is 'True' at the donor and 'None' here"):
         fetch(joiner.registry, HEAD, server.address)
     assert joiner.registry.holds_state
     assert joiner.registry.digest() == before

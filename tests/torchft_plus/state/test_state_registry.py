@@ -80,7 +80,7 @@ def test_local_buffers_are_sent_but_not_compared() -> None:
     assert torch.equal(other_net[1].running_mean, net[1].running_mean)  # type: ignore[union-attr]
     server.close()
     with pytest.raises(
-        StateError, match="local_buffers of 'm' names '1.mean', which is no persistent buffer"
+        StateError, match=r"local_buffers of 'm' names '1.mean', which is no persistent buffer"
     ):
         StateRegistry().register_module("m", net, local_buffers=["1.mean"])
 
@@ -110,10 +110,10 @@ def test_signature_names_the_field_that_differs() -> None:
     assert sentence is not None
     assert "'optimizer.group 0.fused' is 'True' at replica_1 and 'None' here" in sentence
     assert describe_mismatch(plain.registry.signature(), make_replica(9).registry.signature()) is None
-    with pytest.raises(StateError, match="group 0.fused"):
+    with pytest.raises(StateError, match=r"group 0.fused"):
         plain.registry.plan_load(_manifest(fused.registry))
     other = make_replica(1, lambda groups: torch.optim.SGD(groups, lr=0.1))
-    with pytest.raises(StateError, match="optimizer.class"):
+    with pytest.raises(StateError, match=r"optimizer.class"):
         plain.registry.plan_load(_manifest(other.registry))
     with pytest.raises(StateError, match="'shard' is 'rank 1 of 2'"):
         StateRegistry("rank 0 of 2").plan_load(_manifest(StateRegistry("rank 1 of 2")))
@@ -278,13 +278,12 @@ def _mesh_of_two() -> Iterator[dist.device_mesh.DeviceMesh]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adamw fused", "sgd", "adafactor"])
+@pytest.mark.parametrize("kind", ["adamw", "adamw fused", "sgd"])
 def test_shards_of_dtensors(mesh_of_two: dist.device_mesh.DeviceMesh, kind: str) -> None:
     make_optimizer = {
         "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
         "adamw fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
         "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-        "adafactor": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.5),
     }[kind]
 
     def make(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, StateRegistry]:

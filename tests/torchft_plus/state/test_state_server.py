@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -164,10 +165,8 @@ def test_a_head_without_end_and_a_silent_client_are_cut_off(donor: tuple[Replica
     endless, silent = _raw(donor[1].address), _raw(donor[1].address)
     endless.write([b"GET /" + b"a" * 40_000])
     for stream in (endless, silent):
-        try:
+        with contextlib.suppress(ConnectionResetError):
             assert stream.read_head() is None
-        except ConnectionResetError:
-            pass
         stream.close()
 
 
@@ -294,7 +293,7 @@ def test_addresses() -> None:
         StateServer(registry, bind="0.0.0.0:0")
     server = StateServer(registry, bind="0.0.0.0:0", advertise="127.0.0.1")
     assert split_address(server.address)[0] == "127.0.0.1"
-    with pytest.raises(StateError, match="cannot listen on '127.0.0.1'"):
+    with pytest.raises(StateError, match=r"cannot listen on '127.0.0.1'"):
         StateServer(registry, bind=f"127.0.0.1:{split_address(server.address)[1]}")
     server.close()
     for wrong in ("", "host", "host:", "host:99999", "::1:80", "[::1]"):
@@ -345,10 +344,8 @@ def test_any_request_head_parses_or_is_refused(head: bytes) -> None:
 
 @given(st.binary(max_size=80))
 def test_any_response_head_parses_or_is_refused(head: bytes) -> None:
-    try:
+    with contextlib.suppress(ProtocolError):
         assert parse_response(head).content_bytes >= 0
-    except ProtocolError:
-        pass
 
 
 @given(

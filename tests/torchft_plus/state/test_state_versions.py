@@ -243,7 +243,7 @@ def test_a_state_that_cannot_be_read_is_said_to_the_reader_and_does_not_stop_tra
     donor.store.pin(head_at(0))
     donor.schedule = object()  # type: ignore[assignment]
     donor.store.publish(head_at(0))
-    with pytest.raises(NotServed, match="could not be read: StateError: schedule is a builtins.object"):
+    with pytest.raises(NotServed, match=r"could not be read: StateError: schedule is a builtins.object"):
         donor.acquire(0)
     assert donor.store.before_update() == 0
     donor.schedule = 3
@@ -301,15 +301,15 @@ def test_stripes_hand_out_every_piece_until_it_is_verified(
     seen = RangeSet()
     failures = 10
     while not stripes.complete:
-        if len(under_way) < connections and (not under_way or data.draw(st.booleans())):
-            # Without a wanted piece take() would wait for those under way, which are ours.
-            if stripes._wanted:
-                stripe = stripes.take(connections)
-                assert stripe is not None
-                assert stripe[0] < stripe[1]
-                assert all(stripe[1] <= first or last <= stripe[0] for first, last in under_way)
-                under_way.append(stripe)
-                continue
+        # Without a wanted piece take() would wait for those under way, which are ours.
+        may_take = len(under_way) < connections and bool(stripes._wanted)
+        if may_take and (not under_way or data.draw(st.booleans())):
+            stripe = stripes.take(connections)
+            assert stripe is not None
+            assert stripe[0] < stripe[1]
+            assert all(stripe[1] <= first or last <= stripe[0] for first, last in under_way)
+            under_way.append(stripe)
+            continue
         first, last = under_way.pop(data.draw(st.integers(0, len(under_way) - 1)))
         bad = data.draw(st.lists(st.integers(first, last - 1), unique=True)) if failures else []
         failures -= bool(bad)
