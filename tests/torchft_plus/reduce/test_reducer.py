@@ -461,3 +461,27 @@ def test_the_digest_names_the_layout_and_the_memory_is_said(caplog: pytest.LogCa
     assert _small()[1].digest() == reducer.digest()
     other = GradientReducer(list(nn.Linear(4, 4).named_parameters()))
     assert other.digest() != reducer.digest()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
+def test_on_a_gpu_packing_follows_the_gradients_streams() -> None:
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(8)]).cuda()
+    reducer = GradientReducer(
+        list(model.named_parameters()), bucket_bytes=1 << 20, first_bucket_bytes=1, check_finite=True
+    )
+    for step in range(3):
+        lane = HeldLane()
+        model.zero_grad()
+        reducer.begin(lane, 1.0)
+        model(torch.full((64, 512), step + 1.0, device="cuda")).sum().backward()
+        assert reducer.post(lane).finite
+        torch.cuda.synchronize()
+        before = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        for tensor, _ in lane.started:
+            tensor.mul_(2)
+        torch.cuda.synchronize()
+        lane.end()
+        reducer.write_back(2.0)
+        for parameter, local in zip(model.parameters(), before, strict=True):
+            assert torch.equal(parameter.grad, local)  # type: ignore[arg-type]
