@@ -78,9 +78,29 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
         replica_index=_index(table),
         lighthouse=re.sub(r"^https?://|/$", "", lighthouse),
     )
-    if table.enable:
-        _check_enabled(config)
-    return config
+    if not table.enable:
+        return config
+    _check_enabled(config)
+    return (
+        config if config.group_size == 1 else replace(config, tables=own_folder(tables, config.replica_name))
+    )
+
+
+def own_folder(tables: Tables, replica_name: str) -> Tables:
+    """A folder for each group: ranks of several groups have the same numbers and would write the same files.
+
+    ``job.dump_folder`` (logs, traces, metrics) gets a subfolder; ``checkpoint.folder`` stays where it was, for all
+    groups share it.
+    """
+    base = str(tables.get("job", {}).get("dump_folder", "./outputs"))
+    if "://" in base:
+        return tables
+    job = {**tables.get("job", {}), "dump_folder": os.path.join(base, replica_name)}
+    checkpoint = dict(tables.get("checkpoint", {}))
+    folder = str(checkpoint.get("folder", "checkpoint"))
+    if "://" not in folder:
+        checkpoint["folder"] = os.path.abspath(os.path.join(base, folder))
+    return {**tables, "job": job, "checkpoint": checkpoint}
 
 
 def _named_by_launcher(table: FaultTolerance, environment: Mapping[str, str]) -> FaultTolerance:

@@ -82,6 +82,8 @@ class FaultTolerantMixin(_Stock):
             return loaded
 
         def save_committed(curr_step: int, last_step: bool = False) -> Any:
+            if self._manager is None:  # a seed checkpoint: nothing is trained
+                return save(curr_step, last_step=last_step)
             return self._checkpoints.save(save, curr_step, last_step, self._writes(), self.manager.disk_saved)
 
         def log_committed(step: int, global_avg_loss: float, *rest: Any, **named: Any) -> None:

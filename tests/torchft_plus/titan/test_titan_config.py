@@ -11,7 +11,7 @@ import pytest
 from torchft_plus.strict_table import ConfigError
 from torchft_plus.titan import versions
 from torchft_plus.titan.__main__ import main
-from torchft_plus.titan.config import TitanConfig, read
+from torchft_plus.titan.config import TitanConfig, own_folder, read
 from torchft_plus.titan.schema import check_tables, override
 
 CONFIGS = sorted((Path(__file__).parents[3] / "configs").glob("llama3_*.toml"))
@@ -85,11 +85,27 @@ def test_own_tables_stay_out_of_what_torchtitan_is_given(tmp_path: Path) -> None
     text = "[training]\nsteps = 30\n[launch]\nreplicas = 3\n[fault_tolerance]\nenable = true\n[lighthouse]\n"
     text += '[[chaos]]\nat_step = 2\nkill = "replica_1"\n'
     config = run(tmp_path, text, "--fault_tolerance.timeout_ms", "9000", REPLICA_ID="replica_2", **LIGHTHOUSE)
-    assert config.tables == {"training": {"steps": 30}}
+    assert config.tables.keys() == {"training", "job", "checkpoint"}
+    assert config.tables["training"] == {"steps": 30}
     assert config.native == ()
     assert (config.replica_name, config.replica_index, config.group_size) == ("replica_2", 2, 3)
     assert config.fault_tolerance.timeout_ms == 9000
     assert config.lighthouse == "lighthouse:29510"
+
+
+def test_each_group_has_its_own_folder_and_all_share_the_checkpoints(tmp_path: Path) -> None:
+    text = f"[job]\ndump_folder = '{tmp_path}/out'\n[fault_tolerance]\nenable = true\ngroup_size = "
+    tables = run(tmp_path, text + "2", REPLICA_ID="replica_1", **LIGHTHOUSE).tables
+    assert tables["job"]["dump_folder"] == f"{tmp_path}/out/replica_1"
+    assert tables["checkpoint"]["folder"] == f"{tmp_path}/out/checkpoint"
+    assert run(tmp_path, text + "1", **LIGHTHOUSE).tables == {"job": {"dump_folder": f"{tmp_path}/out"}}
+
+
+def test_a_folder_elsewhere_is_left_alone() -> None:
+    tables = {"job": {"dump_folder": "gs://bucket/out"}}
+    assert own_folder(tables, "replica_1") == tables
+    tables = {"checkpoint": {"folder": "gs://bucket/checkpoint"}}
+    assert own_folder(tables, "replica_1")["checkpoint"] == tables["checkpoint"]
 
 
 def test_replica_id_comes_from_override_then_launcher_then_file(tmp_path: Path) -> None:

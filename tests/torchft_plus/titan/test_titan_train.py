@@ -92,7 +92,7 @@ class Runs:
 
     def start(self, name: str, steps: int, *arguments: str, groups: int = 1, **environment: str) -> Any:
         """One group of one rank, started as torchrun would."""
-        file = self.folder / "run.toml"
+        file = self.folder / f"{name}.toml"
         file.write_text(RUN.format(folder=self.folder, steps=steps, groups=groups))
         return self._start(
             name,
@@ -119,6 +119,15 @@ class Runs:
         events = [json.loads(line) for line in lines if line.endswith("\n")]
         return [event for event in events if event["kind"] == kind]
 
+    def metrics(self) -> dict[str, list[float]]:
+        """What tensorboard was given, by tag."""
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        file = next(self.folder.glob("dump/tb/**/events.out*"))
+        reader = EventAccumulator(str(file))
+        reader.Reload()
+        return {tag: [e.value for e in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]}
+
     def until(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         end = time.monotonic() + timeout_s
         while not done():
@@ -142,17 +151,41 @@ def runs(tmp_path: Path) -> Iterator[Runs]:
 
 
 def test_one_replica_alone_equals_the_stock_trainer_bit_for_bit(runs: Runs) -> None:
-    """Also one whose attempts are refused now and then: a refused step leaves no trace."""
+    """Also one whose attempts are refused now and then: a refused step leaves no trace. Two micro-batches a step."""
+    two = ("--training.global_batch_size", "2")
     runs.start_lighthouse(expected=1)
-    first = [runs.start("stock", 5, "--fault_tolerance.enable=false"), runs.start("alone", 5)]
+    first = [
+        runs.start("stock", 5, *two, "--fault_tolerance.enable=false"),
+        runs.start("alone", 5, *two, "--metrics.enable_tensorboard"),
+    ]
     assert [process.wait(120) for process in first] == [0, 0], runs.tails()
-    assert runs.start("refused", 5, TITAN_REFUSE="1,3,4,7").wait(120) == 0, runs.tails()
-    stock, alone, refused = (runs.result(name) for name in ("stock", "alone", "refused"))
+    spoilt = ("--fault_tolerance.job_id", "spoilt")
+    second = [
+        runs.start("refused", 5, *two, TITAN_REFUSE="1,3,4,7"),
+        runs.start("infinite", 6, *two, *spoilt, TITAN_INFINITE="4", REPLICA_ID="0"),
+    ]
+    assert [process.wait(120) for process in second] == [0, 0], runs.tails()
+    stock, alone, refused, infinite = map(runs.result, ("stock", "alone", "refused", "infinite"))
     assert [stock.pop("plugin"), alone.pop("plugin"), refused.pop("plugin")] == [False, True, True]
-    assert (stock["step"], stock["tokens"]) == (5, 160)
+    assert (stock["step"], stock["tokens"]) == (5, 320)
     assert alone == stock
     assert refused == stock
-    assert [event["step"] for event in runs.events("replica_0", "commit")] == [1, 2, 3, 4, 5]
+    commits = [event["step"] for event in runs.events("replica_0", "commit")]
+    assert commits.count(5) == 2  # alone, infinite
+    # A step that is not finite is counted, and its batches are gone, but nothing is applied, nobody ends.
+    assert [event["step"] for event in runs.events("replica_0", "skip")] == [2]
+    assert (infinite["step"], infinite["tokens"]) == (6, 384)
+    assert infinite["parameters"] != stock["parameters"]
+    tags = runs.metrics()
+    assert {tag for tag in tags if tag.startswith("ft/")} == {
+        "ft/participants",
+        "ft/quorum_id",
+        "ft/commits",
+        "ft/refusals",
+        "ft/heal_seconds",
+    }
+    assert tags["ft/commits"] == [1, 2, 3, 4, 5]
+    assert tags["ft/participants"] == [1, 1, 1, 1, 1]
 
 
 def test_a_killed_group_heals_to_the_same_bits_and_reads_on_where_it_was(runs: Runs) -> None:

@@ -1,6 +1,7 @@
 """Runs ``torchft_plus.titan`` in a process of its own and writes what became of the trainer to ``TITAN_RESULT``.
 
-``TITAN_REFUSE=3,5`` puts a double in the place of the Manager that refuses its 3rd and 5th attempt.
+``TITAN_INFINITE=3`` spoils the gradients of the 3rd micro-batch. ``TITAN_REFUSE=3,5``
+puts a double in the place of the Manager that refuses its 3rd and 5th attempt.
 """
 
 from __future__ import annotations
@@ -88,6 +89,21 @@ def stock_trainer(version: tuple[int, int]) -> type:
     return trainer
 
 
+def spoil(trainer: Any, micro_batch: int) -> None:
+    """Make loss and gradients of the ``micro_batch``-th forward_backward_step infinite."""
+    stock, count = trainer.forward_backward_step, iter(range(1, 1_000_000))
+
+    def forward_backward_step(self: Any, **arguments: Any) -> torch.Tensor:
+        loss: torch.Tensor = stock(self, **arguments)
+        if next(count) != micro_batch:
+            return loss
+        for parameter in self.model_parts[0].parameters():
+            parameter.grad.mul_(torch.inf)
+        return loss * torch.inf
+
+    trainer.forward_backward_step = forward_backward_step
+
+
 def digest(parts: list[torch.nn.Module]) -> str:
     state = hashlib.sha256()
     for part in parts:
@@ -118,6 +134,8 @@ if __name__ == "__main__":
     version = versions.check(versions.installed("torchtitan"), versions.installed("torch"))
     cpu.prepare(version)
     write_result_at_close(stock_trainer(version), Path(os.environ["TITAN_RESULT"]))
+    if micro_batch := os.environ.get("TITAN_INFINITE"):
+        spoil(stock_trainer(version), int(micro_batch))
     if refused := os.environ.get("TITAN_REFUSE"):
         manager = RefusingManager({int(attempt) for attempt in refused.split(",")})
         setattr(mixin, "connect", lambda config: manager)  # noqa: B010
