@@ -118,11 +118,11 @@ class StateServer:
         return self._store.before_update()
 
     def pin(self, head: Head, readers: int = 1) -> None:
-        """``readers`` readers will come for ``head``: keep it for them. Any thread."""
+        """``readers`` readers will come for ``head``: keep it for them. Any thread, never blocks."""
         self._store.pin(head, readers)
 
     def unpin(self, head: Head) -> None:
-        """Nobody will come for ``head`` any more. Any thread."""
+        """Nobody will come for ``head`` any more. Any thread, never blocks."""
         self._store.unpin(head)
 
     def withdraw(self) -> None:

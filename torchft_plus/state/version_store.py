@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable
 
 import torch
@@ -51,6 +51,9 @@ class VersionStore:
         self._clock = clock
         self._published: Head | None = None
         self._changing = False
+        self._wishes: deque[tuple[Head, int | None]] = deque()
+        """Heads to pin for so many readers, or, with None, to unpin; taken up by whoever holds the lock
+        next."""
         self._pins: dict[Head, Pin] = {}
         self._versions: dict[Head, Version] = {}
         self._dropped: OrderedDict[Head, str] = OrderedDict()
@@ -66,14 +69,14 @@ class VersionStore:
         with self.changed:
             self._published = head
             self._changing = False
-            if self._pins or self._versions:
+            if self._wishes or self._pins or self._versions:
                 self._dropped.pop(head, None)
                 self._serve_point()
 
     def before_update(self) -> int:
         """The registered state is about to change. Training thread; gives the number of bytes copied."""
         with self.changed:
-            idle = not self._pins and not self._versions
+            idle = not self._wishes and not self._pins and not self._versions
             copied_bytes = 0
             if not idle and not self._changing:
                 self._serve_point()
@@ -86,28 +89,21 @@ class VersionStore:
             return copied_bytes
 
     def pin(self, head: Head, readers: int = 1) -> None:
-        """``readers`` readers will come for ``head``. Any thread."""
-        with self.changed:
-            pin = self._pins.get(head)
-            if pin is None:
-                pin = self._add_pin(head)
-            pin.expected = max(pin.expected, readers)
+        """``readers`` readers will come for ``head``. Any thread; never blocks, for agents that answer
+        heartbeats."""
+        self._wishes.append((head, readers))
 
     def unpin(self, head: Head) -> None:
-        """Nobody will come for ``head`` any more; responses under way are completed. Any thread."""
-        with self.changed:
-            self._pins.pop(head, None)
-            version = self._versions.get(head)
-            if version is not None:
-                version.pin = None
-            self._sweep()
-            self.changed.notify_all()
+        """Nobody will come for ``head`` any more; responses under way are completed. Any thread; never
+        blocks."""
+        self._wishes.append((head, None))
 
     def withdraw(self) -> None:
         """Nothing is served until the next ``publish``; responses under way break off. Any thread."""
         with self.changed:
             for version in self._versions.values():
                 version.drop()
+            self._wishes.clear()
             self._versions.clear()
             self._pins.clear()
             self._dropped.clear()
@@ -132,12 +128,17 @@ class VersionStore:
         deadline = time.monotonic() + wait_ms / 1000
         with self.changed:
             while True:
+                self._fulfil_wishes()
                 reason = self._why_never(head)
                 if reason is not None:
                     raise NotServed(f"version {head_name(head)} is not served: {reason}")
                 pin = self._pins.get(head)
                 version = self._versions.get(head)
                 if pin is None:
+                    if len(self._pins) >= _MAX_PINS:
+                        raise NotServed(
+                            f"version {head_name(head)} is not served: {_MAX_PINS} others are waited for"
+                        )
                     pin = self._add_pin(head)
                 pin.deadline = self._clock() + self._linger
                 if version is not None:
@@ -152,6 +153,7 @@ class VersionStore:
     def served(self) -> tuple[Head | None, tuple[Head, ...]]:
         """The head that was published last, and the heads of the versions that can be read at once."""
         with self.changed:
+            self._fulfil_wishes()
             return self._published, tuple(self._versions)
 
     # --- holding the lock ---
@@ -173,9 +175,20 @@ class VersionStore:
         published = "none" if self._published is None else head_name(self._published)
         return f"this replica serves {names} and published {published} last"
 
+    def _fulfil_wishes(self) -> None:
+        while self._wishes:
+            head, readers = self._wishes.popleft()
+            if readers is not None:
+                pin = self._pins.get(head) or self._add_pin(head)
+                pin.expected = max(pin.expected, readers)
+                continue
+            self._pins.pop(head, None)
+            version = self._versions.get(head)
+            if version is not None:
+                version.pin = None
+            self._sweep()
+
     def _add_pin(self, head: Head) -> Pin:
-        if len(self._pins) >= _MAX_PINS:
-            raise NotServed(f"version {head_name(head)} is not served: {_MAX_PINS} others are waited for")
         pin = self._pins[head] = Pin(0, self._clock() + self._linger)
         self._dropped.pop(head, None)
         version = self._versions.get(head)
@@ -184,6 +197,7 @@ class VersionStore:
         return pin
 
     def _serve_point(self) -> None:
+        self._fulfil_wishes()
         self._sweep()
         self.changed.notify_all()
         head = self._published
