@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
 
 import grpc
-import grpc.aio
 
 from lighthouse import wire
 from lighthouse.messages import Beat, Down, Hello, Process, Progress, Up
@@ -30,6 +31,53 @@ MIN_SILENCE_MS = 1_000
 
 class LighthouseUnreachable(ConnectionError):
     """The Lighthouse did not answer a call in time; the text says which one and why."""
+
+
+class _Stream:
+    """One gRPC stream, read by a thread of its own and handed to the event loop that made it.
+
+    Not ``grpc.aio``: that shares one poller among all event loops of a process and loses events of the others when
+    one of them is closed, and a process may hold several clients and a Lighthouse.
+    """
+
+    def __init__(self, target: str, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._received: asyncio.Queue[bytes | Exception] = asyncio.Queue()
+        self._ended = asyncio.Event()
+        self._to_send: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+        self._call = self._channel.stream_stream(SESSION)(iter(self._to_send.get, None))
+        self._reader = threading.Thread(target=self._read_all, name=name, daemon=True)
+        self._reader.start()
+
+    def send(self, data: bytes) -> None:
+        """Send a message, or lose it with the stream."""
+        self._to_send.put(data)
+
+    async def receive(self) -> bytes:
+        """The next message. Raises the error that ended the stream."""
+        item = await self._received.get()
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    async def close(self) -> None:
+        """End the stream and its thread."""
+        self._call.cancel()
+        self._to_send.put(None)
+        await self._ended.wait()
+        self._reader.join()
+        self._channel.close()
+
+    def _read_all(self) -> None:
+        try:
+            for data in self._call:
+                self._loop.call_soon_threadsafe(self._received.put_nowait, data)
+            error: Exception = ConnectionError(self._call.details() or "the Lighthouse ended the stream")
+        except grpc.RpcError as failure:
+            error = failure
+        self._loop.call_soon_threadsafe(self._received.put_nowait, error)
+        self._loop.call_soon_threadsafe(self._ended.set)
 
 
 class LighthouseClient:
@@ -78,7 +126,7 @@ class LighthouseClient:
         self._progress = progress
         self._timeouts = timeouts
         self._session_number = 0
-        self._outbox: asyncio.Queue[wire.SessionUp] | None = None
+        self._stream: _Stream | None = None
         self._running: asyncio.Task[None] | None = None
         self._closed = False
         self._complained = False
@@ -95,8 +143,8 @@ class LighthouseClient:
 
     def send(self, message: Up) -> None:
         """Send a word on the current stream. Without one it is dropped: the next greeting says it again."""
-        if self._outbox is not None:
-            self._outbox.put_nowait(self._stamp(message))
+        if self._stream is not None:
+            self._stream.send(wire.encode_up(self._stamp(message)))
 
     async def close(self) -> None:
         """End the stream and :meth:`run`; returns when both have ended."""
@@ -122,40 +170,34 @@ class LighthouseClient:
 
     async def _one_session(self) -> None:
         self._session_number += 1
-        # From here on send() goes to this session: what changes after the greeting was made must not be lost.
-        outbox: asyncio.Queue[wire.SessionUp] = asyncio.Queue()
-        self._outbox = outbox
-        self._unanswered = deque([time.monotonic()])  # `open` is answered, then each beat, in order
-        tasks: list[asyncio.Task[None]] = []
+        stream = _Stream(self._target, f"lighthouse-{self._process.replica_id}")
+        # From here on send() goes to this stream: what changes after the greeting was made must not be lost.
+        self._stream = stream
+        beater = asyncio.create_task(self._beat())
         try:
             for message in self._greet():
-                outbox.put_nowait(self._stamp(message))
-            async with grpc.aio.insecure_channel(self._target, options=CHANNEL_OPTIONS) as channel:
-                call = channel.stream_stream(SESSION)()
-                tasks = [asyncio.create_task(self._write(call, outbox)), asyncio.create_task(self._beat())]
-                try:
-                    await self._read(call)
-                finally:
-                    call.cancel()
-                    for task in tasks:
-                        task.cancel()
+                stream.send(wire.encode_up(self._stamp(message)))
+            reader = asyncio.create_task(self._read(stream))
+            try:
+                await asyncio.wait({reader, beater}, return_when=asyncio.FIRST_COMPLETED)
+                for task in (beater, reader):
+                    if task.done():
+                        task.result()
+            finally:
+                reader.cancel()
         finally:
-            self._outbox = None
-            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            self._stream = None
+            beater.cancel()
+            await stream.close()
             if self.connected:
                 self.connected = False
                 self._on_connected(False)
-        for result in ended:
-            if isinstance(result, Exception):
-                raise result
 
-    async def _read(self, call: grpc.aio.StreamStreamCall[bytes, bytes]) -> None:
+    async def _read(self, stream: _Stream) -> None:
         silence_s = max(self._timeouts.heartbeat_timeout_ms, MIN_SILENCE_MS) / 1000
         while True:
             async with asyncio.timeout(silence_s):
-                data = await call.read()
-            if not isinstance(data, bytes):
-                raise ConnectionError(await call.details() or "the Lighthouse ended the stream")
+                data = await stream.receive()
             self.last_heard = time.monotonic()
             message = wire.decode_down(data)
             if not self.connected:
@@ -165,32 +207,18 @@ class LighthouseClient:
                 self._on_connected(True)
             match message:
                 case wire.BeatAnswer():
-                    if self._unanswered:
-                        self.last_answered = self._unanswered.popleft()
+                    pass
                 case wire.Ping():
-                    self._put(wire.Pong())
+                    stream.send(wire.encode_up(wire.Pong()))
                 case _:
                     self._on_message(message)
-
-    async def _write(
-        self, call: grpc.aio.StreamStreamCall[bytes, bytes], outbox: asyncio.Queue[wire.SessionUp]
-    ) -> None:
-        try:
-            while True:
-                await call.write(wire.encode_up(await outbox.get()))
-        except (grpc.RpcError, asyncio.InvalidStateError):
-            return  # the stream is over: the reader says why
 
     async def _beat(self) -> None:
         interval_s = self._timeouts.heartbeat_interval_ms / 1000
         while True:
             await asyncio.sleep(interval_s)
             self._unanswered.append(time.monotonic())
-            self._put(Beat(self._progress()))
-
-    def _put(self, message: wire.SessionUp) -> None:
-        if self._outbox is not None:
-            self._outbox.put_nowait(message)
+            self.send(Beat(self._progress()))
 
     def _stamp(self, message: Up) -> wire.SessionUp:
         if isinstance(message, Hello):
@@ -245,8 +273,6 @@ def _call(address: str, method: str, request: bytes, timeout_s: float) -> bytes:
 
 
 def _why(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return error.details() or str(error.code())
     if isinstance(error, grpc.Call):
         return error.details() or str(error.code())
     return str(error) or "it is silent"

@@ -112,7 +112,9 @@ class Job:
             raise self._superseded()
 
     def _superseded(self) -> Superseded:
-        return Superseded(f"another Lighthouse has taken over job {self.job_id!r} in the same store: this one stops")
+        return Superseded(
+            f"another Lighthouse has taken over job {self.job_id!r} in the same store: this one stops"
+        )
 
     def _encode(self, message: Down) -> bytes:
         """Serialise once what goes to many: the core sends the same object to all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -30,8 +31,8 @@ class Schedule(RuleBasedStateMachine):
 
     def run_on(self, rounds: int) -> None:
         for _ in range(rounds):
-            self.world._exchange_all()
-            self.world._step_together()
+            self.world.exchange_all()
+            self.world.step_together()
 
     @rule(number=numbers, which=st.booleans())
     def deliver_up(self, number: int, which: bool) -> None:
@@ -49,7 +50,7 @@ class Schedule(RuleBasedStateMachine):
 
     @rule()
     def deliver_all(self) -> None:
-        self.world._exchange_all()
+        self.world.exchange_all()
 
     @rule(ms=st.sampled_from([1, 60, 150, 250, 1_000, 3_100, 5_100]))
     def tick(self, ms: int) -> None:
@@ -139,6 +140,20 @@ test_schedules = Schedule.TestCase
 """unittest.TestCase, collected by pytest."""
 
 
+FAULTS: list[Callable[[Schedule, int, int, bool], None]] = [
+    lambda machine, n, m, yes: machine.fail(n, m, yes),
+    lambda machine, n, _, yes: machine.break_stream(n, yes),
+    lambda machine, n, *_: machine.connect(n),
+    lambda machine, n, _, yes: machine.crash(n, yes),
+    lambda machine, n, *_: machine.start_again(n),
+    lambda machine, n, *_: machine.join("ef"[n % 2]),
+    lambda machine, n, *_: machine.leave(n),
+    lambda machine, n, *_: machine.save(n),
+    lambda machine, n, *_: machine.restart_lighthouse(n > 1),
+    lambda machine, n, *_: machine.lighthouse_dies_in_the_middle_of_its_next_words(n % 4),
+]
+
+
 def run_schedule(seed: int, steps: int) -> None:
     """The same machine under a plain random scheduler, biased towards getting work done between faults."""
     rng = random.Random(seed)
@@ -160,19 +175,7 @@ def run_schedule(seed: int, steps: int) -> None:
         elif kind < 0.82:
             machine.tick(rng.choice([1, 60, 150, 250, 1_000, 3_100, 5_100]))
         else:
-            faults = [
-                lambda: machine.fail(n, m, yes),
-                lambda: machine.break_stream(n, yes),
-                lambda: machine.connect(n),
-                lambda: machine.crash(n, yes),
-                lambda: machine.start_again(n),
-                lambda: machine.join("ef"[n % 2]),
-                lambda: machine.leave(n),
-                lambda: machine.save(n),
-                lambda: machine.restart_lighthouse(n > 1),
-                lambda: machine.lighthouse_dies_in_the_middle_of_its_next_words(n % 4),
-            ]
-            rng.choice(faults)()
+            rng.choice(FAULTS)(machine, n, m, yes)
     machine.world.calm_down()
 
 
