@@ -173,6 +173,7 @@ class LighthouseClient:
         stream = _Stream(self._target, f"lighthouse-{self._process.replica_id}")
         # From here on send() goes to this stream: what changes after the greeting was made must not be lost.
         self._stream = stream
+        self._unanswered = deque([time.monotonic()])  # `open` is answered, then each beat, in order
         beater = asyncio.create_task(self._beat())
         try:
             for message in self._greet():
@@ -207,7 +208,8 @@ class LighthouseClient:
                 self._on_connected(True)
             match message:
                 case wire.BeatAnswer():
-                    pass
+                    if self._unanswered:
+                        self.last_answered = self._unanswered.popleft()
                 case wire.Ping():
                     stream.send(wire.encode_up(wire.Pong()))
                 case _:

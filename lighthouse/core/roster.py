@@ -199,9 +199,6 @@ class Roster:
         if older is not None and new.session <= older.session:
             self.effects.append(Close(new.process, new.session, "a newer session of this process is open"))
             return None
-        if older is not None and new.session <= older.session:
-            self.effects.append(Close(new.process, new.session, "a newer session of this process is open"))
-            return None
         new.ping_ms = older.ping_ms if older is not None else None
         self.pending[new.process.replica_id] = new
         peer = self._resolve(new)
