@@ -64,6 +64,15 @@ def test_a_killed_group_costs_nothing_and_comes_back(make_cluster: MakeCluster, 
     finish(cluster, GROUPS, survivors)
 
 
+def test_a_kill_under_the_low_level_calls(make_cluster: MakeCluster) -> None:
+    cluster = started(make_cluster, GROUPS, manual=1)
+    for victim in ("replica_0", "replica_2"):
+        when = cluster.kill(victim)
+        cluster.start(victim)
+        cluster.until_event(victim, "level", after=when)
+    finish(cluster, GROUPS, GROUPS)
+
+
 def test_two_of_three_killed_at_once(make_cluster: MakeCluster) -> None:
     cluster = started(make_cluster, GROUPS)
     cluster.kill("replica_0")

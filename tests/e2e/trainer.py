@@ -30,6 +30,18 @@ def build_model(width: int) -> nn.Module:
     )
 
 
+def manual_step(manager: Manager, optimizer: torch.optim.Optimizer) -> None:
+    """torchft's low-level calls: reduce, clip what was reduced, vote, step."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for work in [manager.allreduce(parameter.grad) for parameter in parameters]:
+        work.wait()
+    torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+    if manager.should_commit():
+        if manager.results_changed:
+            torch.nn.utils.clip_grad_norm_(parameters, 0.5)
+        manager.record_or_step([optimizer], optimizer.step)
+
+
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s.%(msecs)03d %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(1)
@@ -55,7 +67,8 @@ def main() -> None:
         digest_every=1,
     )
     manager.state.register_module("model", model)
-    wrapped = DistributedDataParallel(manager, model)
+    manual = setting("MANUAL", 0) == 1
+    wrapped = model if manual else DistributedDataParallel(manager, model)
     inner = torch.optim.AdamW(model.parameters(), lr=0.05)
     optimizer = Optimizer(manager, inner)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.99)
@@ -66,13 +79,16 @@ def main() -> None:
     seed = sum(replica.encode())
     while manager.current_step() < steps:
         before = manager.current_step()
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # starts the step
         time.sleep(setting("STEP_MS", 20) / 1000)
         generator = torch.Generator().manual_seed(seed * 100_003 + manager.current_step())
         batch = torch.randn(8, 16, generator=generator)
         loss = (wrapped(batch) - batch.sum(1, keepdim=True)).square().mean()
         loss.backward()
-        optimizer.step()
+        if manual:
+            manual_step(manager, inner)
+        else:
+            optimizer.step()
         if manager.current_step() > before:
             scheduler.step()
     manager.shutdown()

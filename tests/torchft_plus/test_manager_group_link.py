@@ -27,7 +27,9 @@ class Group:
             await self.link(rank, "r0")
 
     async def link(self, rank: int, replica_id: str) -> RankLink:
-        hello = pb.RankHello(job_id="job", replica_id=replica_id, group_rank=rank, group_world_size=self.world_size)
+        hello = pb.RankHello(
+            job_id="job", replica_id=replica_id, group_rank=rank, group_world_size=self.world_size
+        )
         link = RankLink(
             hello,
             self.limit_ms // 10,

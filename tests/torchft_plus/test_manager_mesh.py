@@ -101,7 +101,9 @@ def test_every_leader_hears_every_other(count: int) -> None:
             mesh.send(pb.PeerFrame(vote=pb.PeerVote(quorum_id=7, step=rank + 1)))
         for rank, member in enumerate(members):
             await member.until(lambda member=member: len(member.frames) == count - 1)
-            assert sorted(peer for peer, _ in member.frames) == [peer for peer in range(count) if peer != rank]
+            assert sorted(peer for peer, _ in member.frames) == [
+                peer for peer in range(count) if peer != rank
+            ]
             assert all(frame.vote.step == peer + 1 for peer, frame in member.frames)
 
     run(test)
@@ -128,7 +130,9 @@ def test_a_leader_that_never_comes_is_named() -> None:
         members = await leaders(3)
         quorum = quorum_of(members)
         with pytest.raises(MeshError, match="r2 did not connect within 300 ms") as caught:
-            one = asyncio.create_task(members[1].mesh(quorum).connect(members[1].service, members[1].hello(7), 5_000))
+            one = asyncio.create_task(
+                members[1].mesh(quorum).connect(members[1].service, members[1].hello(7), 5_000)
+            )
             try:
                 await members[0].mesh(quorum).connect(members[0].service, members[0].hello(7), 300)
             finally:
@@ -180,7 +184,12 @@ def test_a_broken_connection_is_news() -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"GET / HTTP/1.1\r\n\r\n" * 4, struct.pack(">I", MAX_FRAME_BYTES + 1), struct.pack(">I", 3) + b"\xff\xff\xff", b""],
+    [
+        b"GET / HTTP/1.1\r\n\r\n" * 4,
+        struct.pack(">I", MAX_FRAME_BYTES + 1),
+        struct.pack(">I", 3) + b"\xff\xff\xff",
+        b"",
+    ],
 )
 def test_garbage_at_the_door_harms_nobody(garbage: bytes) -> None:
     async def test() -> None:

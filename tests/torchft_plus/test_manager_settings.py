@@ -21,9 +21,18 @@ def test_a_local_run_stays_on_loopback() -> None:
 
 
 def test_arguments_win_over_the_environment() -> None:
-    environment = {**LOCAL, "REPLICA_ID": "from_env", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    environment = {
+        **LOCAL,
+        "REPLICA_ID": "from_env",
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }
     assert resolve(environment).replica_id == "from_env"
-    settings = resolve(environment, replica_id="given", group_rank=0, lighthouse_address="127.0.0.1:1", bind_host="127.0.0.9")
+    settings = resolve(
+        environment, replica_id="given", group_rank=0, lighthouse_address="127.0.0.1:1", bind_host="127.0.0.9"
+    )
     assert (settings.replica_id, settings.group_rank, settings.bind_host) == ("given", 0, "127.0.0.9")
     assert settings.store_address == "h:1"
 
@@ -47,7 +56,9 @@ def test_each_start_is_a_new_incarnation_unless_the_launcher_names_it() -> None:
         (LOCAL, {"timeout_ms": 5_000, "outage_limit_ms": 2_000}, "outage_limit_ms"),
     ],
 )
-def test_a_mistake_is_one_sentence(environment: dict[str, str], arguments: dict[str, object], sentence: str) -> None:
+def test_a_mistake_is_one_sentence(
+    environment: dict[str, str], arguments: dict[str, object], sentence: str
+) -> None:
     with pytest.raises(SettingsError) as caught:
         resolve(environment, **arguments)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)

@@ -154,9 +154,14 @@ class RankAgent(Agent):
             ),
             timeouts.heartbeat_interval_ms,
             timeouts.heartbeat_timeout_ms,
-            desk.deliver,
+            self._deliver,
             self._lost,
         )
+
+    def _deliver(self, word: pb.Word) -> None:
+        if word.WhichOneof("body") == "left":
+            self._closing = True  # the leader may be gone before this rank is
+        self._desk.deliver(word)
 
     def _report(self, frame: pb.RankFrame) -> None:
         if frame.WhichOneof("body") == "bye":
@@ -445,7 +450,7 @@ class LeaderAgent(Agent):
             self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
 
     def _now_ms(self) -> int:
-        """Monotonic time; the core also learns when the Lighthouse was last heard, beats included (rule M8)."""
+        """Monotonic time; the core also learns until when the Lighthouse has certainly heard this process (rule M8)."""
         if self._core is not None and self._client is not None:
-            self._core.last_heard_ms = int(self._client.last_heard * 1000)
+            self._core.last_heard_ms = int(self._client.last_answered * 1000)
         return time.monotonic_ns() // 1_000_000

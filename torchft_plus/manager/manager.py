@@ -193,7 +193,7 @@ class Manager:
     def start_step(self) -> StepPlan:
         """A step starts: before the forward. Blocks only for the first quorum, and in lock-step while behind."""
         self._touch("start")
-        if self._loop.leaving:
+        if self._loop.leaving and self._loop.may_leave(self._settings.timeouts.shutdown_ms):
             self._leave()
         if not self._started:
             self._first_start()
@@ -272,12 +272,10 @@ class Manager:
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Finish the step; True if its results are to be applied.
 
-        If a retry replaced a result that the caller had waited for and then changed (clipping, say), it returns False
-        with ``results_changed`` set: change the results again and call it once more, or start the step over.
+        A retry inside replaces results for which the caller had already waited. What the caller made of those (clipping,
+        say) is gone then: do it again if ``results_changed`` says so.
         """
         del timeout
-        if self._recorded.take_changed():
-            return False
         return self.finish_step().applied
 
     def report_error(self, error: Exception) -> None:
@@ -291,7 +289,10 @@ class Manager:
 
     @property
     def results_changed(self) -> bool:
-        """A retry replaced results that the caller had already changed: change them again."""
+        """The last commit replaced results of ``allreduce`` that the caller had waited for: clip them again, say.
+
+        It is the same on every replica that had waited, so those who ignore it stay equal all the same.
+        """
         return self._recorded.results_changed
 
     def current_step(self) -> int:
@@ -484,7 +485,7 @@ class Manager:
 
     def _leave(self) -> None:
         self._emit_digest(final=True)
-        self.shutdown()
+        self.shutdown(wait=False)
         raise Left
 
 

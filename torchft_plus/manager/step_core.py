@@ -58,6 +58,8 @@ class _Attempt:
     posted: dict[int, pb.RankPosted] = field(default_factory=dict[int, pb.RankPosted])
     done: set[int] = field(default_factory=set[int])
     block_sent: bool = False
+    objects: bool = False
+    """A rank of this group objects: all its ranks have to post zeros, so the round is repeated."""
     voted: bool = False
     waiting_since_ms: int | None = None
     """When this group had done its part, and began to wait for the others."""
@@ -80,7 +82,8 @@ class StepCore:
         self.replica_rank = -1
         self.progress = Progress()
         self.last_heard_ms: int | None = None
-        """When the Lighthouse was last heard; the shell also sets it for beats."""
+        """Until when the Lighthouse has certainly heard this process: when the newest heartbeat that it answered was
+        sent. Set by the shell. When its answer came would be too late: it may have lain in a socket through a pause."""
         self.ended: str | None = None
         """Set once this process is out: why."""
         self._held: Summary | None = None
@@ -141,8 +144,7 @@ class StepCore:
         return self._take()
 
     def heard(self, now_ms: int) -> list[Effect]:
-        """Something came from the Lighthouse (rule M8)."""
-        self.last_heard_ms = now_ms
+        """Something came from the Lighthouse: votes that rule M8 held back may be due."""
         return self._advance(now_ms)
 
     def form(self, quorum: Quorum, now_ms: int) -> list[Effect]:
@@ -405,9 +407,11 @@ class StepCore:
         return self._take()
 
     def _advance(self, now_ms: int) -> list[Effect]:
-        """Do whatever has become possible in the current attempt."""
+        """Do whatever has become possible in the current attempt; nothing is decided in an outage (rule M8)."""
         if self.in_force():
             self._send_block(now_ms)
+            if self._outage(now_ms):
+                return self._take()
             if self._data_complete():
                 self._vote(now_ms)
             if self._attempt.voted:
@@ -423,13 +427,15 @@ class StepCore:
         positions: dict[str, int] = {}
         for report in reports:
             positions.update(report.positions)
+        attempt.objects = any(report.objects for report in reports)
+        outvoted = attempt.objects and any(report.weight > 0 for report in reports)
         block = pb.ControlBlock(
             quorum_id=self.adopted.id,
             step=attempt.step,
             round=attempt.round,
             head=from_head(self.head),
-            weight=reports[0].weight if self.level else 0.0,
-            stale=any(report.stale for report in reports),
+            weight=reports[0].weight if self.level and not attempt.objects else 0.0,
+            stale=outvoted or any(report.stale for report in reports),
             finite=all(report.finite for report in reports),
             change_wanted=self._change_wanted,
             scalars=merge_scalars([report.scalars for report in reports]),
@@ -453,8 +459,6 @@ class StepCore:
     def _vote(self, now_ms: int) -> None:
         """All data is here: check it, note the vote, then post the yes (rule M2)."""
         assert self.adopted is not None
-        if self._outage(now_ms):
-            return
         quorum, attempt = self.adopted, self._attempt
         received = self._round(attempt.step, attempt.round).blocks
         blocks = [received[rank] for rank in range(len(quorum.members))]
@@ -476,10 +480,10 @@ class StepCore:
     def _again(self) -> None:
         """Somebody's data was stale: the same step, the same quorum, everything once more."""
         assert self.adopted is not None
-        step, round_ = self._attempt.step, self._attempt.round + 1
+        step, round_, objects = self._attempt.step, self._attempt.round + 1, self._attempt.objects
         self._attempt = _Attempt(step, round_)
         attempt = pb.Attempt(quorum_id=self.adopted.id, step=step, round=round_)
-        self._effects.append(Tell(pb.Word(again=pb.WordAgain(attempt=attempt))))
+        self._effects.append(Tell(pb.Word(again=pb.WordAgain(attempt=attempt, objects=objects))))
 
     def _finish(self) -> None:
         """Commit when every member has said yes (rule M3)."""
@@ -580,7 +584,7 @@ class StepCore:
         self.ended = reason
 
     def _outage(self, now_ms: int) -> bool:
-        """No votes after ``outage_limit`` without a word from the Lighthouse (rule M8)."""
+        """True if the Lighthouse may have counted this process out: no votes and no commits then (rule M8)."""
         heard_ms = self.last_heard_ms
         return heard_ms is not None and now_ms - heard_ms > self.timeouts.outage_limit_ms
 

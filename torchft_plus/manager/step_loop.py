@@ -75,6 +75,7 @@ class StepLoop:
         self.head = Head()
         self.behind = False
         self.leaving = False
+        """The quorum was given up in order to leave: see ``may_leave`` before the next step."""
         self.quorum: pb.WordConfigure | None = None
         """The adopted quorum, as far as this thread has been told."""
         self.reductions: list[Reduction] = []
@@ -203,6 +204,7 @@ class StepLoop:
             weight=self._weight,
             scalars=dict(self._scalars),
             positions=dict(self._positions),
+            objects=self._objection is not None,
         )
         self._posted, self._reported, self._begun_on = key, False, lane.spec.quorum_id
         self._agent.report(pb.RankFrame(posted=report))
@@ -232,6 +234,8 @@ class StepLoop:
             self.quorum, self._round = word.configure, 0
         elif body == "again":
             self._round = word.again.attempt.round
+            if word.again.objects:
+                self.object("another rank of this group objects")
             for reduction in self.reductions:
                 reduction.again()
         elif body == "commit":
@@ -249,7 +253,7 @@ class StepLoop:
     def _commit(self, word: pb.WordCommit) -> StepOutcome:
         self.head = to_head(word.head)
         self._round = 0
-        self.leaving = self.leaving or word.leaving
+        self.leaving = word.leaving
         if word.skip:
             self._drop_inputs()
         else:
@@ -282,6 +286,26 @@ class StepLoop:
             reduction.discard()
 
     # --- waiting ---------------------------------------------------------------------------------------------------
+
+    def may_leave(self, timeout_ms: int) -> bool:
+        """Before a step, after this group gave up its quorum in order to leave: True if nobody needs it.
+
+        False if it is in the next quorum all the same: it is the last one that holds the state, and stays until another
+        one does (F35). After ``timeout_ms`` without an answer it may go.
+        """
+        self.leaving = False
+        for _ in range(max(1, timeout_ms // 100)):
+            mark = self._mailbox.mark()
+            word = self._mailbox.take()
+            if word is None:
+                self._mailbox.wait(mark, 100)
+            elif word.WhichOneof("body") == "left":
+                return True
+            else:
+                self._handle(word)
+                if word.WhichOneof("body") == "configure":
+                    return False
+        return True
 
     def wait_left(self, timeout_ms: int) -> bool:
         """Wait until the Lighthouse has confirmed that this group left; False if it did not in time."""
