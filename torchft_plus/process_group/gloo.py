@@ -30,7 +30,7 @@ from torchft_plus.process_group.dispatch import as_process_group
 from torchft_plus.process_group.gloo_sockets import Endpoint, GroupSockets, find_sockets, parse_listener
 from torchft_plus.process_group.lane import Capabilities, Lane, LaneError, LaneSpec
 from torchft_plus.process_group.local import LocalLane
-from torchft_plus.process_group.operation import LaneOperation, check_reduce_op, ended
+from torchft_plus.process_group.operation import LaneOperation, check_arguments, ended
 
 logger = logging.getLogger(__name__)
 
@@ -134,9 +134,9 @@ class GlooLane:
         """Start an in-place allreduce of ``tensor`` (CPU, contiguous).
 
         Raises:
-            ValueError: ``op`` is not one that every backend reduces (the caller's bug, not a failure).
+            ValueError: such an ``op`` or ``tensor`` cannot be reduced (the caller's bug, not the lane's failure).
         """
-        check_reduce_op(op, "gloo")
+        check_arguments(tensor, op, "gloo", "cpu")
         with self._lock:
             error, group = self._error, self._group.group
             operation = LaneOperation(tensor)

@@ -9,7 +9,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from torchft_plus.process_group.lane import LaneError, LaneSpec
-from torchft_plus.process_group.operation import LaneOperation, check_reduce_op, ended
+from torchft_plus.process_group.operation import LaneOperation, check_arguments, ended
 
 
 class LocalLane:
@@ -36,7 +36,7 @@ class LocalLane:
 
     def allreduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> LaneOperation:
         """Done at once; ``tensor`` is left as it is."""
-        check_reduce_op(op, "local")
+        check_arguments(tensor, op, "local", tensor.device.type)
         return ended(self._error)
 
     def process_group(self) -> Any:

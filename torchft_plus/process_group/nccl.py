@@ -26,7 +26,7 @@ from torchft_plus.process_group.deadline import DeadlineExceeded, call_within, r
 from torchft_plus.process_group.dispatch import as_process_group
 from torchft_plus.process_group.lane import Capabilities, Lane, LaneError, LaneSpec
 from torchft_plus.process_group.local import LocalLane
-from torchft_plus.process_group.operation import LaneOperation, check_reduce_op, ended
+from torchft_plus.process_group.operation import LaneOperation, check_arguments, ended
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,9 @@ _lost: list[tuple[Any, list[_Running]]] = []
 class NcclLane:
     """A lane over one NCCL group. Made by ``NcclBackend.create``; its poller runs until it is aborted or retired."""
 
-    def __init__(self, spec: LaneSpec, group: Any, abort_timeout_ms: int) -> None:
+    def __init__(self, spec: LaneSpec, group: Any, abort_timeout_ms: int, device_type: str) -> None:
         self._spec = spec
+        self._device_type = device_type
         self._group: Any = group
         self._abort_timeout_ms = abort_timeout_ms
         self._lock = threading.Lock()
@@ -88,9 +89,9 @@ class NcclLane:
         """Enqueue an in-place allreduce of ``tensor`` behind the current stream.
 
         Raises:
-            ValueError: ``op`` is not one that every backend reduces (the caller's bug, not a failure).
+            ValueError: such an ``op`` or ``tensor`` cannot be reduced (the caller's bug, not the lane's failure).
         """
-        check_reduce_op(op, "nccl")
+        check_arguments(tensor, op, "nccl", self._device_type)
         operation = LaneOperation(tensor)
         options = AllreduceOptions()
         options.reduceOp = op  # pyright: ignore[reportAttributeAccessIssue]  # torch's stub is wrong
@@ -120,7 +121,7 @@ class NcclLane:
         """
         if self._error is not None:
             raise self._error
-        return as_process_group(self._group, "NCCL", "cuda")
+        return as_process_group(self._group, "NCCL", self._device_type)
 
     def abort(self, reason: str) -> None:
         """Abort the communicator on a thread of its own; pending operations end as failed when that is done.
@@ -221,7 +222,8 @@ class NcclBackend:
     Args:
         name: "nccl" or "rccl".
         abort_timeout_ms: how long the library may take to abort a communicator.
-        make_group: builds the connected raw group; tests put a double here.
+        make_group: builds the connected raw group; tests put a double here, for tensors of
+        device_type: where the tensors are.
 
     Raises:
         RuntimeError: this torch or this machine has no such backend.
@@ -233,7 +235,9 @@ class NcclBackend:
         *,
         abort_timeout_ms: int = 10_000,
         make_group: Callable[[LaneSpec], Any] | None = None,
+        device_type: str = "cuda",
     ) -> None:
+        self._device_type = device_type
         self._name = name
         self._abort_timeout_ms = abort_timeout_ms
         if make_group is None:
@@ -248,7 +252,7 @@ class NcclBackend:
 
     @property
     def capabilities(self) -> Capabilities:
-        return Capabilities(device_types=("cuda",), aborts_in_ms=False, supports_avg=False)
+        return Capabilities(device_types=(self._device_type,), aborts_in_ms=False, supports_avg=False)
 
     def create(self, spec: LaneSpec) -> Lane:
         """Build a lane, all peers connected. Blocks up to its deadline, without the GIL; any thread.
@@ -258,7 +262,9 @@ class NcclBackend:
         """
         if spec.world_size == 1:
             alone = LaneSpec(HashStore(), 0, 1, spec.quorum_id, spec.timeout_ms)
-            return LocalLane(spec, lambda: as_process_group(self._make_group(alone), "NCCL", "cuda"))
+            return LocalLane(
+                spec, lambda: as_process_group(self._make_group(alone), "NCCL", self._device_type)
+            )
         name = f"build {self._name} lane {spec.quorum_id}"
         try:
             group = call_within(
@@ -272,7 +278,7 @@ class NcclBackend:
         except Exception as error:  # torch has several types for store and connection failures
             text = f"the {self._name} lane of quorum {spec.quorum_id} could not be built ({error})"
             raise LaneError(text) from error
-        return NcclLane(spec, group, self._abort_timeout_ms)
+        return NcclLane(spec, group, self._abort_timeout_ms, self._device_type)
 
 
 def _check_available(name: str) -> None:

@@ -24,6 +24,21 @@ _SUPPORTED: tuple[ReduceOp.RedOpType, ...] = (
 )
 
 
+REDUCIBLE_DTYPES = frozenset(
+    {
+        torch.float16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.uint8,
+        torch.int8,
+        torch.int32,
+        torch.int64,
+    }
+)
+"""What every backend reduces."""
+
+
 class LaneOperation:
     """An ``Operation`` that the lane which started it ends with ``finish``. Any thread may call anything.
 
@@ -78,14 +93,25 @@ def ended(error: LaneError | None = None) -> LaneOperation:
     return operation
 
 
-def check_reduce_op(op: ReduceOp.RedOpType, backend: str) -> None:
-    """Refuse what not every backend does the same way.
+def check_arguments(tensor: torch.Tensor, op: ReduceOp.RedOpType, backend: str, device_type: str) -> None:
+    """Refuse what not every backend does the same way: it would look like a failure of the lane.
 
     Raises:
+        ValueError: ``tensor`` is on another device, strided, or of a dtype that cannot be reduced.
         ValueError: ``op`` is an average (pytorch issue 162338) or a pre-multiplied sum (which gloo lacks).
     """
     if op not in _SUPPORTED:
         raise ValueError(
             f"op is {op}, which a {backend} lane does not reduce: "
             "use ReduceOp.SUM and divide by the number of contributors"
+        )
+    if tensor.dtype not in REDUCIBLE_DTYPES and tensor.dtype != torch.bool:
+        raise ValueError(f"the tensor is {tensor.dtype}, which {backend} does not reduce: cast it")
+    if tensor.device.type != device_type:
+        raise ValueError(
+            f"the tensor is on {tensor.device}, and {backend} reduces {device_type} tensors: move it"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"the tensor of shape {tuple(tensor.shape)} is not contiguous: reduce a contiguous copy"
         )

@@ -47,7 +47,11 @@ class Readiness:
         """True if no parameter is expected to fire again in this step (also if nothing is known yet)."""
         return self._learned is None or not any(self._missing)
 
+    def any_fired(self) -> bool:
+        """True if this step has had (a part of) a backward."""
+        return any(self._counts)
+
     def learn(self) -> None:
         """The step's counts are complete. Steps without any, like a joiner's, teach nothing."""
-        if any(self._counts):
+        if self.any_fired():
             self._learned = list(self._counts)

@@ -18,8 +18,9 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import ReduceOp
 
 from torchft_plus.process_group.lane import Lane, LaneError, Operation
-from torchft_plus.process_group.operation import ended
+from torchft_plus.process_group.operation import REDUCIBLE_DTYPES, ended
 from torchft_plus.reduce.local_tensors import local_part
+from torchft_plus.reduce.order import Predecessor
 from torchft_plus.reduce.reduction import Posted
 
 _NO_LANE = LaneError("there is no lane yet: the operation is posted when the step is finished")
@@ -31,8 +32,15 @@ class RecordedWork(Work):
     ``wait`` copies the result into the tensor. If the lane is broken the tensor keeps the local input for now.
     """
 
-    def __init__(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, contributes: bool) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType,
+        contributes: bool,
+        release: Callable[[], None],
+    ) -> None:
         super().__init__()
+        self._release = release
         self._tensor = tensor
         self._local = local_part(tensor.detach())
         self._op = op
@@ -55,6 +63,7 @@ class RecordedWork(Work):
         Args:
             timeout: how long at most; None or zero: until the lane's own deadline.
         """
+        self._release()
         over = threading.Event()
         self._operation.add_done_callback(over.set)
         over.wait(timeout.total_seconds() if timeout else None)
@@ -87,6 +96,7 @@ class RecordedWork(Work):
             if self._future is not None:
                 return self._future
             future = self._future = torch.futures.Future()
+        self._release()
         self._operation.add_done_callback(lambda: self._complete(future))
         return future
 
@@ -164,8 +174,19 @@ class RecordedOperations:
         self._lane: Lane | None = None
         self._contributes = True
         self._again = False
+        self._released = 0
+        """So many of the works are posted on the lane."""
+        self._predecessor: Predecessor | None = None
         self.results_changed = False
         """The last commit replaced a result that the caller had waited for and then changed: it must be changed again."""
+
+    def follow(self, predecessor: Predecessor) -> None:
+        """Post nothing of a step before ``predecessor`` has posted everything of it: see ``order.py``.
+
+        What is started earlier than that is posted, with all of the predecessor's, when somebody waits for it after
+        the backward, or when the step is finished.
+        """
+        self._predecessor = predecessor
 
     def start(self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> RecordedWork:
         """Reduce ``tensor`` (of a DTensor: the local shard) in place over the contributors of the quorum.
@@ -178,10 +199,10 @@ class RecordedOperations:
             ValueError: ``op`` is another one, does not fit the dtype, or averages integers.
         """
         _check(tensor, op)
-        work = RecordedWork(tensor, op, self._contributes)
+        work = RecordedWork(tensor, op, self._contributes, self._release)
         self._works.append(work)
-        if self._lane is not None:
-            work.post(self._lane)
+        if self._predecessor is None or self._predecessor.is_posted():
+            self._release()
         return work
 
     # --- Reduction -----------------------------------------------------------------------------------------------------
@@ -198,13 +219,15 @@ class RecordedOperations:
         for work in self._works:
             work.set_contributes(self._contributes)
         self._again = bool(self._works)
+        self._released = 0
 
     def post(self, lane: Lane) -> Posted:
         """Post what ``start`` has not posted on this very lane."""
+        if self._predecessor is not None:
+            self._predecessor.post(lane)
         if lane is not self._lane or self._again:
-            self._lane, self._again = lane, False
-            for work in self._works:
-                work.post(lane)
+            self._lane, self._again, self._released = lane, False, 0
+        self._post_rest(lane)
         return Posted(tuple(work.operation for work in self._works))
 
     def again(self) -> None:
@@ -227,8 +250,25 @@ class RecordedOperations:
         changed, self.results_changed = self.results_changed, False
         return changed
 
+    def _release(self) -> None:
+        """Somebody waits, or all is free to go: post what is started, as far as the order allows."""
+        lane = self._lane
+        if lane is None or self._again or self._released == len(self._works):
+            return
+        if self._predecessor is not None and not self._predecessor.is_posted():
+            if not self._predecessor.may_post():
+                return
+            self._predecessor.post(lane)
+        self._post_rest(lane)
+
+    def _post_rest(self, lane: Lane) -> None:
+        for work in self._works[self._released :]:
+            work.post(lane)
+        self._released = len(self._works)
+
     def _end(self) -> None:
         self._works = []
+        self._released = 0
         self._lane = None
         self._again = False
 
@@ -250,6 +290,10 @@ def _check(tensor: torch.Tensor, op: ReduceOp.RedOpType) -> None:
     if op not in _NEUTRAL:
         known = ", ".join(one.name for one in _NEUTRAL)
         raise ValueError(f"reduce_op is {op}, which cannot be repeated among survivors: use one of {known}")
+    if tensor.dtype not in REDUCIBLE_DTYPES:
+        raise ValueError(
+            f"the tensor is {tensor.dtype}, which not every backend reduces: cast it to one that is"
+        )
     floating = tensor.is_floating_point()
     if op == ReduceOp.AVG and not floating:
         raise ValueError(

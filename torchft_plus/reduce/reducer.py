@@ -17,6 +17,7 @@ from torchft_plus.process_group.lane import Lane, Operation
 from torchft_plus.reduce.layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, plan
 from torchft_plus.reduce.local_tensors import gradient_entry, local_gradient, local_part, set_gradient
 from torchft_plus.reduce.model_buffers import ModelBuffers
+from torchft_plus.reduce.order import Predecessor
 from torchft_plus.reduce.readiness import Readiness
 from torchft_plus.reduce.reduction import Posted
 from torchft_plus.reduce.staging import StagedBucket
@@ -74,6 +75,7 @@ class GradientReducer:
         self._buffers = ModelBuffers(buffers, local_buffers)
         self._buffer_operations: tuple[Operation, ...] | None = None
         self._marks: list[list[Any]] = [[] for _ in self._buckets]
+        self._predecessor: Predecessor | None = None
         self._lane: Lane | None = None
         self._weight = 1.0
         self._last_total_weight = 0.0
@@ -121,6 +123,8 @@ class GradientReducer:
         with self._lock:
             if self._hook_failure is not None:
                 raise self._hook_failure
+            if self._predecessor is not None:
+                self._predecessor.post(lane)
             if lane is not self._lane or self._again:
                 self._restart(lane)
             self._readiness.learn()
@@ -165,6 +169,22 @@ class GradientReducer:
         for _, parameter in self._parameters:
             parameter.grad = None
 
+    # --- order on the lane -------------------------------------------------------------------------------------------
+
+    def follow(self, predecessor: Predecessor) -> None:
+        """Post nothing of a step before ``predecessor`` has posted everything of it: see ``order.py``."""
+        self._predecessor = predecessor
+
+    def is_posted(self) -> bool:
+        """True if everything of this step has been posted."""
+        if self._lane is not None and _alone(self._lane):
+            return True
+        return self._next == len(self._buckets) and self._buffer_operations is not None
+
+    def may_post(self) -> bool:
+        """True once this step's inputs are there: it has had a backward, or there will be none (weight 0)."""
+        return self._weight == 0 or self._readiness.any_fired()
+
     # --- for its owner ---------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -206,6 +226,8 @@ class GradientReducer:
     def _guarded_launch(self, end: int) -> None:
         lane = self._lane
         if lane is None or lane.error is not None or self._hook_failure is not None or _alone(lane):
+            return
+        if self._predecessor is not None and not self._predecessor.is_posted():
             return
         try:
             self._launch(end)

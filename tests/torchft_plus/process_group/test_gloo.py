@@ -264,3 +264,19 @@ def test_alone_every_operation_is_done_at_once() -> None:
     lane.abort("enough")
     assert lane.allreduce(tensor).error is lane.error
     lane.retire()
+
+
+def test_a_tensor_that_gloo_cannot_reduce_is_the_caller_s_mistake_and_breaks_nothing() -> None:
+    lanes = _threads_as_ranks(2)
+    for tensor, sentence in [
+        (torch.ones(1, dtype=torch.int16), r"torch.int16, which gloo does not reduce: cast it"),
+        (torch.ones(1, device="meta"), r"on meta, and gloo reduces cpu tensors: move it"),
+        (torch.ones(4, 4)[:, :2], r"shape \(4, 2\) is not contiguous"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            lanes[0].allreduce(tensor)
+    tensors = [torch.ones(1), torch.ones(1)]
+    wait_ended([lane.allreduce(tensor) for lane, tensor in zip(lanes, tensors, strict=True)], 5)
+    assert float(tensors[1]) == 2.0
+    for lane in lanes:
+        lane.retire()

@@ -60,7 +60,7 @@ class Group:
 
 
 def _lane(group: Any, timeout_ms: int = 20_000, abort_timeout_ms: int = 5_000) -> nccl.NcclLane:
-    maker = NcclBackend(abort_timeout_ms=abort_timeout_ms, make_group=lambda spec: group)
+    maker = NcclBackend(abort_timeout_ms=abort_timeout_ms, make_group=lambda spec: group, device_type="cpu")
     lane = maker.create(LaneSpec(HashStore(), 0, 2, 5, timeout_ms))
     assert isinstance(lane, nccl.NcclLane)
     return lane

@@ -10,10 +10,12 @@ from held_lane import HeldLane
 from hypothesis import given
 from hypothesis import strategies as st
 from rank_processes import Rank, run_ranks, wait_ended
+from torch import nn
 from torch.distributed import ReduceOp
 
 from torchft_plus.process_group.lane import LaneError
 from torchft_plus.reduce.recorded import RecordedOperations
+from torchft_plus.reduce.reducer import GradientReducer
 
 SUM, AVG, MAX, MIN, PRODUCT = ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT
 BAND, BOR, BXOR = ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR
@@ -248,9 +250,58 @@ def test_contributors_are_counted_exactly_in_every_dtype(world_size: int, dtype:
         (torch.ones(1), ReduceOp.PREMUL_SUM, "cannot be repeated among survivors: use one of SUM, AVG"),
         (torch.ones(1, dtype=torch.int64), AVG, "use a sum, or a floating tensor"),
         (torch.ones(1), BAND, "it needs integers"),
+        (torch.ones(1, dtype=torch.bool), SUM, "is torch.bool, which not every backend reduces"),
         (torch.ones(2, 2).to_sparse(), SUM, "reduce a dense one"),
     ],
 )
 def test_what_cannot_be_done_is_refused_with_the_mend(tensor: torch.Tensor, op: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         RecordedOperations().start(tensor, op)
+
+
+def _mixed_with_gradients(rank: Rank) -> list[list[float]]:
+    """Rank 1 has restarted in step 2: its hooks have learned nothing, it posts gradients late."""
+    lane = rank.lane()
+    results: list[list[float]] = []
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)]
+
+    def reducers() -> list[GradientReducer]:
+        made = [
+            GradientReducer(list(model.named_parameters()), bucket_bytes=1, first_bucket_bytes=1)
+            for model in models
+        ]
+        made[1].follow(made[0])
+        return made
+
+    chain = reducers()
+    for step in range(4):
+        if step == 2 and rank.rank == 1:
+            chain = reducers()
+        recorded = RecordedOperations()
+        recorded.follow(chain[1])
+        for reduction in (recorded, *chain):
+            reduction.begin(lane, 1.0)
+        early, late = torch.full((72,), rank.rank + 1.0), torch.full((72,), rank.rank + 10.0)
+        recorded.start(early, SUM)
+        for model in models:
+            model.zero_grad()
+        for model in models if rank.rank == 0 else reversed(models):
+            model(torch.full((1, 8), rank.rank + 1.0)).sum().backward()
+        assert recorded.start(late, SUM).wait()
+        operations = [op for reduction in (recorded, *chain) for op in reduction.post(lane).operations]
+        wait_ended(operations)
+        assert all(operation.error is None for operation in operations)
+        for reduction in (recorded, *chain):
+            reduction.write_back(2.0)
+        assert not recorded.results_changed
+        results.append([float(early.sum()) / 72, float(late.sum()) / 72])
+        results[-1] += [float(p.grad.sum()) for model in models for p in model.parameters()]  # type: ignore[union-attr]
+    return results
+
+
+def test_recorded_operations_and_gradients_share_a_lane_without_mixing() -> None:
+    first, second = run_ranks(_mixed_with_gradients, 2)
+    assert first == second
+    assert all(row[:2] == [3.0, 21.0] for row in first)
+    assert all(row[2:] == pytest.approx(first[0][2:]) for row in first)
