@@ -13,6 +13,7 @@ from lighthouse.messages import Head
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.http import (
     ProtocolError,
+    Response,
     Stream,
     parse_response,
     request_head,
@@ -155,7 +156,7 @@ class DonorConnection:
     def _ask(self, method: str, rest: str, headers: dict[str, str] | None = None) -> None:
         self._stream.write([request_head(method, self._path + rest, self._host, headers)])
 
-    def _begin_answer(self, status: int, content_bytes: int | None = None) -> int:
+    def _begin_answer(self, status: int, content_bytes: int | None = None) -> Response:
         head = self._stream.read_head()
         if head is None:
             raise ProtocolError("the connection was closed before an answer came")
@@ -168,10 +169,13 @@ class DonorConnection:
             raise ProtocolError(
                 f"the answer has {response.content_bytes} bytes, asked for were {content_bytes}"
             )
-        return response.content_bytes
+        return response
 
     def _answer(self, limit: int) -> bytearray:
-        size_bytes = self._begin_answer(200)
-        if size_bytes > limit:
-            raise ProtocolError(f"the answer has {size_bytes} bytes, above the bound of {limit}")
-        return self._stream.read(size_bytes)
+        response = self._begin_answer(200)
+        if response.content_bytes > limit:
+            raise ProtocolError(f"the answer has {response.content_bytes} bytes, above the bound of {limit}")
+        body = self._stream.read(response.content_bytes)
+        if xxhash.xxh3_128_hexdigest(body) != response.checksum:
+            raise ProtocolError("the answer came damaged")
+        return body

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
 MAX_HEAD_BYTES = 16 << 10
+CHECKSUM_HEADER = "Body-XXH3-128"
 _MAX_VECTORS = 256
 _REASONS = {
     200: "OK",
@@ -67,6 +68,8 @@ class Response:
 
     status: int
     content_bytes: int
+    checksum: str | None = None
+    """xxh3_128 (hex) of the body, if the sender gave it."""
 
 
 def _parse_headers(lines: Sequence[str]) -> dict[str, str]:
@@ -147,12 +150,13 @@ def parse_response(head: bytes) -> Response:
     lines = head.decode("latin-1").removesuffix("\r\n\r\n").split("\r\n")
     match = re.fullmatch(r"HTTP/1\.[01] ([0-9]{3})(?: .*)?", lines[0])
     try:
-        length = _parse_headers(lines[1:]).get("content-length", "")
+        headers = _parse_headers(lines[1:])
     except HttpError:
-        length = ""
+        headers = {}
+    length = headers.get("content-length", "")
     if match is None or not re.fullmatch(r"[0-9]{1,18}", length):
         raise ProtocolError("the answer is no HTTP response with a length")
-    return Response(int(match[1]), int(length))
+    return Response(int(match[1]), int(length), headers.get(CHECKSUM_HEADER.lower()))
 
 
 class Views:

@@ -13,6 +13,7 @@ import xxhash
 from lighthouse.messages import Head
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.http import (
+    CHECKSUM_HEADER,
     HttpError,
     Request,
     Stream,
@@ -51,7 +52,8 @@ class StateServer:
       eight times ``transfer_stall_ms`` is void by itself.
     - ``withdraw()`` when this replica is not level any more: nothing is served until the next ``publish``.
 
-    Addresses (all answers have a length; errors are one sentence of text):
+    Addresses (all answers have a length; JSON comes with a checksum in ``Body-XXH3-128``; errors are one
+    sentence of text):
 
     - ``GET /v1/state``: heads that can be read, as JSON.
     - ``GET /v1/state/{step}-{quorum_id}``: the safetensors file, with ``Range`` and ``HEAD``. With
@@ -317,7 +319,8 @@ def _listen(bind: str, port: int) -> socket.socket:
 
 
 def _send(stream: Stream, body: bytes, content_type: str, request: Request) -> None:
-    head = response_head(200, len(body), {"Content-Type": content_type})
+    headers = {"Content-Type": content_type, CHECKSUM_HEADER: xxhash.xxh3_128_hexdigest(body)}
+    head = response_head(200, len(body), headers)
     stream.write([head] if request.method == "HEAD" else [head, body])
 
 

@@ -376,3 +376,44 @@ def test_any_answer_of_a_hostile_donor_ends_in_a_sentence(responses: list[bytes]
             listener.shutdown(socket.SHUT_RDWR)
         server.join(5)
         assert not server.is_alive()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    st.integers(0, 40_000) | st.integers(0, 9_000_000),
+    st.sampled_from(["flip", "cut", "drop", "repeat"]),
+    st.integers(0, 7),
+)
+def test_damage_anywhere_is_mended_or_told(where: int, damage: str, bit: int) -> None:
+    """In heads, manifest, data or checksums of one connection: right bytes and right values, or a
+    sentence."""
+    donor, joiner = make_replica(1), make_replica(2)
+    donor.train(1, 3)
+    for replica, filled in ((donor, True), (joiner, False)):
+        _, tensors = big_registry(9, filled)
+        replica.registry.register_tensors("big", lambda tensors=tensors: tensors)
+    done = threading.Event()
+
+    def change(data: bytes, offset: int) -> bytes:
+        if done.is_set() or not offset <= where < offset + len(data):
+            return data
+        done.set()
+        at = where - offset
+        if damage == "cut":
+            raise ConnectionError
+        if damage == "flip":
+            return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+        return data[:at] + (data[at:] if damage == "repeat" else b"") + data[at + 1 :]
+
+    server = StateServer(donor.registry)
+    proxy = Proxy(server.address, change)
+    serve(server, HEAD)
+    try:
+        report = fetch(joiner.registry, HEAD, proxy.address, transfer_stall_ms=300, wait_ms=1_000)
+    except StateError as error:
+        assert "could not be fetched" in str(error)
+    else:
+        apply(joiner.registry, report)
+        assert joiner.registry.digest() == donor.registry.digest()
+    proxy.close()
+    server.close()

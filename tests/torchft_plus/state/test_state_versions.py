@@ -318,3 +318,48 @@ def test_stripes_hand_out_every_piece_until_it_is_verified(
         seen.add(start, end)
     assert seen.size() == size_bytes == stripes.verified_bytes
     assert stripes.take(connections) is None
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_whatever_happens_a_version_reads_as_it_was_or_not_at_all(data: st.DataObject) -> None:
+    donor = Donor()
+    step = 0
+    content = {0: bytes(200)}
+    donor.store.publish(head_at(0))
+    for _ in range(data.draw(st.integers(1, 30))):
+        action = data.draw(
+            st.sampled_from(["pin", "unpin", "step", "publish", "read", "release", "withdraw", "wait"])
+        )
+        which = data.draw(st.integers(max(0, step - 2), step + 1))
+        if action == "pin":
+            donor.store.pin(head_at(which), data.draw(st.integers(1, 2)))
+        elif action == "unpin":
+            donor.store.unpin(head_at(which))
+        elif action == "step":
+            donor.update()
+            step += 1
+            content[step] = bytes([step] * 200)
+            donor.store.publish(head_at(step))
+        elif action == "publish":
+            donor.store.publish(head_at(step))
+        elif action == "withdraw":
+            donor.store.withdraw()
+            donor.store.publish(head_at(step))
+        elif action == "wait":
+            donor.now += 6.0
+        else:
+            try:
+                version = donor.acquire(which, data.draw(st.sampled_from(["r", "s"])))
+            except (NotServed, NotYetServed):
+                continue
+            assert f'"schedule":{which}'.encode() in version.manifest()
+            start = data.draw(st.sampled_from([0, 50, 100, 150]))
+            if action == "release":
+                version.release("r", start, start + 50)
+                continue
+            try:
+                got = _content(version, start, start + 50)
+            except StateError:
+                continue
+            assert got == content[which][start : start + 50]
