@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atorchft_plus/v1/peer.proto\x12\x0ftorchft_plus.v1\";\n\x08PeerHead\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tquorum_id\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\xca\x01\n\tPeerFrame\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.torchft_plus.v1.PeerHelloH\x00\x12.\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x1d.torchft_plus.v1.ControlBlockH\x00\x12)\n\x04vote\x18\x03 \x01(\x0b\x32\x19.torchft_plus.v1.PeerVoteH\x00\x12-\n\x06\x66\x65nced\x18\x04 \x01(\x0b\x32\x1b.torchft_plus.v1.PeerFencedH\x00\x42\x06\n\x04\x62ody\"\x9e\x01\n\tPeerHello\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tquorum_id\x18\x02 \x01(\x04\x12\x12\n\nreplica_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x15\n\rstore_address\x18\x05 \x01(\t\x12\x17\n\x0fstate_addresses\x18\x06 \x03(\t\x12\x15\n\rlayout_digest\x18\x07 \x01(\t\"\x8d\x03\n\x0c\x43ontrolBlock\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\r\x12\'\n\x04head\x18\x04 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\x12\x0e\n\x06weight\x18\x05 \x01(\x01\x12\r\n\x05stale\x18\x06 \x01(\x08\x12\x0e\n\x06\x66inite\x18\x07 \x01(\x08\x12\x15\n\rchange_wanted\x18\x08 \x01(\x08\x12;\n\x07scalars\x18\t \x03(\x0b\x32*.torchft_plus.v1.ControlBlock.ScalarsEntry\x12?\n\tpositions\x18\n \x03(\x0b\x32,.torchft_plus.v1.ControlBlock.PositionsEntry\x1a.\n\x0cScalarsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0ePositionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\":\n\x08PeerVote\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\r\"\x1f\n\nPeerFenced\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\"9\n\x07\x41ttempt\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\r\"\xf9\x03\n\tRankFrame\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.torchft_plus.v1.RankHelloH\x00\x12+\n\x05ready\x18\x02 \x01(\x0b\x32\x1a.torchft_plus.v1.RankReadyH\x00\x12-\n\x06posted\x18\x03 \x01(\x0b\x32\x1b.torchft_plus.v1.RankPostedH\x00\x12)\n\x04\x64one\x18\x04 \x01(\x0b\x32\x19.torchft_plus.v1.RankDoneH\x00\x12\x35\n\nconfigured\x18\x05 \x01(\x0b\x32\x1f.torchft_plus.v1.RankConfiguredH\x00\x12\x31\n\x08\x62oundary\x18\x06 \x01(\x0b\x32\x1d.torchft_plus.v1.RankBoundaryH\x00\x12\x38\n\x0c\x66\x65tch_failed\x18\x07 \x01(\x0b\x32 .torchft_plus.v1.RankFetchFailedH\x00\x12\x38\n\x0cleave_wanted\x18\x08 \x01(\x0b\x32 .torchft_plus.v1.RankLeaveWantedH\x00\x12)\n\x04\x62\x65\x61t\x18\t \x01(\x0b\x32\x19.torchft_plus.v1.RankBeatH\x00\x12\'\n\x03\x62ye\x18\n \x01(\x0b\x32\x18.torchft_plus.v1.RankByeH\x00\x42\x06\n\x04\x62ody\"]\n\tRankHello\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x12\n\ngroup_rank\x18\x03 \x01(\r\x12\x18\n\x10group_world_size\x18\x04 \x01(\r\"Q\n\tRankReady\x12\x16\n\x0einitial_digest\x18\x01 \x01(\t\x12\x15\n\rlayout_digest\x18\x02 \x01(\t\x12\x15\n\rstate_address\x18\x03 \x01(\t\"\xc2\x02\n\nRankPosted\x12)\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x18.torchft_plus.v1.Attempt\x12\r\n\x05stale\x18\x02 \x01(\x08\x12\x0e\n\x06\x66inite\x18\x03 \x01(\x08\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x39\n\x07scalars\x18\x05 \x03(\x0b\x32(.torchft_plus.v1.RankPosted.ScalarsEntry\x12=\n\tpositions\x18\x06 \x03(\x0b\x32*.torchft_plus.v1.RankPosted.PositionsEntry\x1a.\n\x0cScalarsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0ePositionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"Y\n\x08RankDone\x12)\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x18.torchft_plus.v1.Attempt\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x11\n\tpeer_rank\x18\x03 \x01(\x05\"G\n\x0eRankConfigured\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x11\n\tpeer_rank\x18\x03 \x01(\x05\"<\n\x0cRankBoundary\x12\x0f\n\x07\x66\x65tched\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\"!\n\x0fRankFetchFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fRankLeaveWanted\"\n\n\x08RankBeat\"\t\n\x07RankBye\"\x85\x04\n\x04Word\x12\x33\n\tconfigure\x18\x01 \x01(\x0b\x32\x1e.torchft_plus.v1.WordConfigureH\x00\x12+\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1a.torchft_plus.v1.WordAbortH\x00\x12+\n\x05\x61gain\x18\x03 \x01(\x0b\x32\x1a.torchft_plus.v1.WordAgainH\x00\x12-\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x1b.torchft_plus.v1.WordCommitH\x00\x12)\n\x04join\x18\x05 \x01(\x0b\x32\x19.torchft_plus.v1.WordJoinH\x00\x12\x31\n\x08\x62oundary\x18\x06 \x01(\x0b\x32\x1d.torchft_plus.v1.WordBoundaryH\x00\x12\'\n\x03pin\x18\x07 \x01(\x0b\x32\x18.torchft_plus.v1.WordPinH\x00\x12)\n\x04left\x18\x08 \x01(\x0b\x32\x19.torchft_plus.v1.WordLeftH\x00\x12+\n\x05\x66\x61tal\x18\t \x01(\x0b\x32\x1a.torchft_plus.v1.WordFatalH\x00\x12)\n\x04\x62\x65\x61t\x18\n \x01(\x0b\x32\x19.torchft_plus.v1.RankBeatH\x00\x12-\n\x06\x64onors\x18\x0b \x01(\x0b\x32\x1b.torchft_plus.v1.WordDonorsH\x00\x42\x06\n\x04\x62ody\"\xbb\x01\n\rWordConfigure\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x14\n\x0creplica_rank\x18\x02 \x01(\r\x12\x1a\n\x12replica_world_size\x18\x03 \x01(\r\x12\x15\n\rstore_address\x18\x04 \x01(\t\x12\x0f\n\x07members\x18\x05 \x03(\t\x12\x14\n\x0c\x63ontributors\x18\x06 \x01(\r\x12\'\n\x04\x62\x61se\x18\x07 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\".\n\tWordAbort\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"6\n\tWordAgain\x12)\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x18.torchft_plus.v1.Attempt\"\x82\x03\n\nWordCommit\x12\'\n\x04head\x18\x01 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\x12\x0c\n\x04skip\x18\x02 \x01(\x08\x12\x14\n\x0ctotal_weight\x18\x03 \x01(\x01\x12\x14\n\x0c\x63ontributors\x18\x04 \x01(\r\x12\x13\n\x0b\x63ontributed\x18\x05 \x01(\x08\x12\x39\n\x07scalars\x18\x06 \x03(\x0b\x32(.torchft_plus.v1.WordCommit.ScalarsEntry\x12=\n\tpositions\x18\x07 \x03(\x0b\x32*.torchft_plus.v1.WordCommit.PositionsEntry\x12\x0f\n\x07leaving\x18\x08 \x01(\x08\x12\x0f\n\x07retries\x18\t \x01(\r\x1a.\n\x0cScalarsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0ePositionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"B\n\x08WordJoin\x12\'\n\x04head\x18\x01 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"H\n\nWordDonors\x12\'\n\x04head\x18\x01 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\x12\x11\n\taddresses\x18\x02 \x03(\t\"\x1e\n\x0cWordBoundary\x12\x0e\n\x06replay\x18\x01 \x01(\x08\"O\n\x07WordPin\x12\'\n\x04head\x18\x01 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\x12\n\n\x02on\x18\x02 \x01(\x08\x12\x0f\n\x07readers\x18\x03 \x01(\r\"\n\n\x08WordLeft\"\x1b\n\tWordFatal\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1atorchft_plus/v1/peer.proto\x12\x0ftorchft_plus.v1\";\n\x08PeerHead\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x11\n\tquorum_id\x18\x02 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x03 \x01(\t\"\xca\x01\n\tPeerFrame\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.torchft_plus.v1.PeerHelloH\x00\x12.\n\x05\x62lock\x18\x02 \x01(\x0b\x32\x1d.torchft_plus.v1.ControlBlockH\x00\x12)\n\x04vote\x18\x03 \x01(\x0b\x32\x19.torchft_plus.v1.PeerVoteH\x00\x12-\n\x06\x66\x65nced\x18\x04 \x01(\x0b\x32\x1b.torchft_plus.v1.PeerFencedH\x00\x42\x06\n\x04\x62ody\"\x9e\x01\n\tPeerHello\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x11\n\tquorum_id\x18\x02 \x01(\x04\x12\x12\n\nreplica_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x15\n\rstore_address\x18\x05 \x01(\t\x12\x17\n\x0fstate_addresses\x18\x06 \x03(\t\x12\x15\n\rlayout_digest\x18\x07 \x01(\t\"\x8d\x03\n\x0c\x43ontrolBlock\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\r\x12\'\n\x04head\x18\x04 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\x12\x0e\n\x06weight\x18\x05 \x01(\x01\x12\r\n\x05stale\x18\x06 \x01(\x08\x12\x0e\n\x06\x66inite\x18\x07 \x01(\x08\x12\x15\n\rchange_wanted\x18\x08 \x01(\x08\x12;\n\x07scalars\x18\t \x03(\x0b\x32*.torchft_plus.v1.ControlBlock.ScalarsEntry\x12?\n\tpositions\x18\n \x03(\x0b\x32,.torchft_plus.v1.ControlBlock.PositionsEntry\x1a.\n\x0cScalarsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0ePositionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\":\n\x08PeerVote\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\r\"\x1f\n\nPeerFenced\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\"9\n\x07\x41ttempt\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x0c\n\x04step\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\r\"\xf9\x03\n\tRankFrame\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.torchft_plus.v1.RankHelloH\x00\x12+\n\x05ready\x18\x02 \x01(\x0b\x32\x1a.torchft_plus.v1.RankReadyH\x00\x12-\n\x06posted\x18\x03 \x01(\x0b\x32\x1b.torchft_plus.v1.RankPostedH\x00\x12)\n\x04\x64one\x18\x04 \x01(\x0b\x32\x19.torchft_plus.v1.RankDoneH\x00\x12\x35\n\nconfigured\x18\x05 \x01(\x0b\x32\x1f.torchft_plus.v1.RankConfiguredH\x00\x12\x31\n\x08\x62oundary\x18\x06 \x01(\x0b\x32\x1d.torchft_plus.v1.RankBoundaryH\x00\x12\x38\n\x0c\x66\x65tch_failed\x18\x07 \x01(\x0b\x32 .torchft_plus.v1.RankFetchFailedH\x00\x12\x38\n\x0cleave_wanted\x18\x08 \x01(\x0b\x32 .torchft_plus.v1.RankLeaveWantedH\x00\x12)\n\x04\x62\x65\x61t\x18\t \x01(\x0b\x32\x19.torchft_plus.v1.RankBeatH\x00\x12\'\n\x03\x62ye\x18\n \x01(\x0b\x32\x18.torchft_plus.v1.RankByeH\x00\x42\x06\n\x04\x62ody\"]\n\tRankHello\x12\x0e\n\x06job_id\x18\x01 \x01(\t\x12\x12\n\nreplica_id\x18\x02 \x01(\t\x12\x12\n\ngroup_rank\x18\x03 \x01(\r\x12\x18\n\x10group_world_size\x18\x04 \x01(\r\"Q\n\tRankReady\x12\x16\n\x0einitial_digest\x18\x01 \x01(\t\x12\x15\n\rlayout_digest\x18\x02 \x01(\t\x12\x15\n\rstate_address\x18\x03 \x01(\t\"\xd3\x02\n\nRankPosted\x12)\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x18.torchft_plus.v1.Attempt\x12\r\n\x05stale\x18\x02 \x01(\x08\x12\x0e\n\x06\x66inite\x18\x03 \x01(\x08\x12\x0e\n\x06weight\x18\x04 \x01(\x01\x12\x39\n\x07scalars\x18\x05 \x03(\x0b\x32(.torchft_plus.v1.RankPosted.ScalarsEntry\x12=\n\tpositions\x18\x06 \x03(\x0b\x32*.torchft_plus.v1.RankPosted.PositionsEntry\x12\x0f\n\x07objects\x18\x07 \x01(\x08\x1a.\n\x0cScalarsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0ePositionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"Y\n\x08RankDone\x12)\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x18.torchft_plus.v1.Attempt\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x11\n\tpeer_rank\x18\x03 \x01(\x05\"G\n\x0eRankConfigured\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x0f\n\x07\x66\x61ilure\x18\x02 \x01(\t\x12\x11\n\tpeer_rank\x18\x03 \x01(\x05\"<\n\x0cRankBoundary\x12\x0f\n\x07\x66\x65tched\x18\x01 \x01(\x08\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04step\x18\x03 \x01(\x04\"!\n\x0fRankFetchFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\x11\n\x0fRankLeaveWanted\"\n\n\x08RankBeat\"\t\n\x07RankBye\"\x85\x04\n\x04Word\x12\x33\n\tconfigure\x18\x01 \x01(\x0b\x32\x1e.torchft_plus.v1.WordConfigureH\x00\x12+\n\x05\x61\x62ort\x18\x02 \x01(\x0b\x32\x1a.torchft_plus.v1.WordAbortH\x00\x12+\n\x05\x61gain\x18\x03 \x01(\x0b\x32\x1a.torchft_plus.v1.WordAgainH\x00\x12-\n\x06\x63ommit\x18\x04 \x01(\x0b\x32\x1b.torchft_plus.v1.WordCommitH\x00\x12)\n\x04join\x18\x05 \x01(\x0b\x32\x19.torchft_plus.v1.WordJoinH\x00\x12\x31\n\x08\x62oundary\x18\x06 \x01(\x0b\x32\x1d.torchft_plus.v1.WordBoundaryH\x00\x12\'\n\x03pin\x18\x07 \x01(\x0b\x32\x18.torchft_plus.v1.WordPinH\x00\x12)\n\x04left\x18\x08 \x01(\x0b\x32\x19.torchft_plus.v1.WordLeftH\x00\x12+\n\x05\x66\x61tal\x18\t \x01(\x0b\x32\x1a.torchft_plus.v1.WordFatalH\x00\x12)\n\x04\x62\x65\x61t\x18\n \x01(\x0b\x32\x19.torchft_plus.v1.RankBeatH\x00\x12-\n\x06\x64onors\x18\x0b \x01(\x0b\x32\x1b.torchft_plus.v1.WordDonorsH\x00\x42\x06\n\x04\x62ody\"\xbb\x01\n\rWordConfigure\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x14\n\x0creplica_rank\x18\x02 \x01(\r\x12\x1a\n\x12replica_world_size\x18\x03 \x01(\r\x12\x15\n\rstore_address\x18\x04 \x01(\t\x12\x0f\n\x07members\x18\x05 \x03(\t\x12\x14\n\x0c\x63ontributors\x18\x06 \x01(\r\x12\'\n\x04\x62\x61se\x18\x07 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\".\n\tWordAbort\x12\x11\n\tquorum_id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\"G\n\tWordAgain\x12)\n\x07\x61ttempt\x18\x01 \x01(\x0b\x32\x18.torchft_plus.v1.Attempt\x12\x0f\n\x07objects\x18\x02 \x01(\x08\"\x82\x03\n\nWordCommit\x12\'\n\x04head\x18\x01 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\x12\x0c\n\x04skip\x18\x02 \x01(\x08\x12\x14\n\x0ctotal_weight\x18\x03 \x01(\x01\x12\x14\n\x0c\x63ontributors\x18\x04 \x01(\r\x12\x13\n\x0b\x63ontributed\x18\x05 \x01(\x08\x12\x39\n\x07scalars\x18\x06 \x03(\x0b\x32(.torchft_plus.v1.WordCommit.ScalarsEntry\x12=\n\tpositions\x18\x07 \x03(\x0b\x32*.torchft_plus.v1.WordCommit.PositionsEntry\x12\x0f\n\x07leaving\x18\x08 \x01(\x08\x12\x0f\n\x07retries\x18\t \x01(\r\x1a.\n\x0cScalarsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x30\n\x0ePositionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\"B\n\x08WordJoin\x12\'\n\x04head\x18\x01 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"H\n\nWordDonors\x12\'\n\x04head\x18\x01 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\x12\x11\n\taddresses\x18\x02 \x03(\t\"\x1e\n\x0cWordBoundary\x12\x0e\n\x06replay\x18\x01 \x01(\x08\"O\n\x07WordPin\x12\'\n\x04head\x18\x01 \x01(\x0b\x32\x19.torchft_plus.v1.PeerHead\x12\n\n\x02on\x18\x02 \x01(\x08\x12\x0f\n\x07readers\x18\x03 \x01(\r\"\n\n\x08WordLeft\"\x1b\n\tWordFatal\x12\x0e\n\x06reason\x18\x01 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -68,49 +68,49 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANKREADY']._serialized_start=1629
   _globals['_RANKREADY']._serialized_end=1710
   _globals['_RANKPOSTED']._serialized_start=1713
-  _globals['_RANKPOSTED']._serialized_end=2035
+  _globals['_RANKPOSTED']._serialized_end=2052
   _globals['_RANKPOSTED_SCALARSENTRY']._serialized_start=776
   _globals['_RANKPOSTED_SCALARSENTRY']._serialized_end=822
   _globals['_RANKPOSTED_POSITIONSENTRY']._serialized_start=824
   _globals['_RANKPOSTED_POSITIONSENTRY']._serialized_end=872
-  _globals['_RANKDONE']._serialized_start=2037
-  _globals['_RANKDONE']._serialized_end=2126
-  _globals['_RANKCONFIGURED']._serialized_start=2128
-  _globals['_RANKCONFIGURED']._serialized_end=2199
-  _globals['_RANKBOUNDARY']._serialized_start=2201
-  _globals['_RANKBOUNDARY']._serialized_end=2261
-  _globals['_RANKFETCHFAILED']._serialized_start=2263
-  _globals['_RANKFETCHFAILED']._serialized_end=2296
-  _globals['_RANKLEAVEWANTED']._serialized_start=2298
-  _globals['_RANKLEAVEWANTED']._serialized_end=2315
-  _globals['_RANKBEAT']._serialized_start=2317
-  _globals['_RANKBEAT']._serialized_end=2327
-  _globals['_RANKBYE']._serialized_start=2329
-  _globals['_RANKBYE']._serialized_end=2338
-  _globals['_WORD']._serialized_start=2341
-  _globals['_WORD']._serialized_end=2858
-  _globals['_WORDCONFIGURE']._serialized_start=2861
-  _globals['_WORDCONFIGURE']._serialized_end=3048
-  _globals['_WORDABORT']._serialized_start=3050
-  _globals['_WORDABORT']._serialized_end=3096
-  _globals['_WORDAGAIN']._serialized_start=3098
-  _globals['_WORDAGAIN']._serialized_end=3152
-  _globals['_WORDCOMMIT']._serialized_start=3155
-  _globals['_WORDCOMMIT']._serialized_end=3541
+  _globals['_RANKDONE']._serialized_start=2054
+  _globals['_RANKDONE']._serialized_end=2143
+  _globals['_RANKCONFIGURED']._serialized_start=2145
+  _globals['_RANKCONFIGURED']._serialized_end=2216
+  _globals['_RANKBOUNDARY']._serialized_start=2218
+  _globals['_RANKBOUNDARY']._serialized_end=2278
+  _globals['_RANKFETCHFAILED']._serialized_start=2280
+  _globals['_RANKFETCHFAILED']._serialized_end=2313
+  _globals['_RANKLEAVEWANTED']._serialized_start=2315
+  _globals['_RANKLEAVEWANTED']._serialized_end=2332
+  _globals['_RANKBEAT']._serialized_start=2334
+  _globals['_RANKBEAT']._serialized_end=2344
+  _globals['_RANKBYE']._serialized_start=2346
+  _globals['_RANKBYE']._serialized_end=2355
+  _globals['_WORD']._serialized_start=2358
+  _globals['_WORD']._serialized_end=2875
+  _globals['_WORDCONFIGURE']._serialized_start=2878
+  _globals['_WORDCONFIGURE']._serialized_end=3065
+  _globals['_WORDABORT']._serialized_start=3067
+  _globals['_WORDABORT']._serialized_end=3113
+  _globals['_WORDAGAIN']._serialized_start=3115
+  _globals['_WORDAGAIN']._serialized_end=3186
+  _globals['_WORDCOMMIT']._serialized_start=3189
+  _globals['_WORDCOMMIT']._serialized_end=3575
   _globals['_WORDCOMMIT_SCALARSENTRY']._serialized_start=776
   _globals['_WORDCOMMIT_SCALARSENTRY']._serialized_end=822
   _globals['_WORDCOMMIT_POSITIONSENTRY']._serialized_start=824
   _globals['_WORDCOMMIT_POSITIONSENTRY']._serialized_end=872
-  _globals['_WORDJOIN']._serialized_start=3543
-  _globals['_WORDJOIN']._serialized_end=3609
-  _globals['_WORDDONORS']._serialized_start=3611
-  _globals['_WORDDONORS']._serialized_end=3683
-  _globals['_WORDBOUNDARY']._serialized_start=3685
-  _globals['_WORDBOUNDARY']._serialized_end=3715
-  _globals['_WORDPIN']._serialized_start=3717
-  _globals['_WORDPIN']._serialized_end=3796
-  _globals['_WORDLEFT']._serialized_start=3798
-  _globals['_WORDLEFT']._serialized_end=3808
-  _globals['_WORDFATAL']._serialized_start=3810
-  _globals['_WORDFATAL']._serialized_end=3837
+  _globals['_WORDJOIN']._serialized_start=3577
+  _globals['_WORDJOIN']._serialized_end=3643
+  _globals['_WORDDONORS']._serialized_start=3645
+  _globals['_WORDDONORS']._serialized_end=3717
+  _globals['_WORDBOUNDARY']._serialized_start=3719
+  _globals['_WORDBOUNDARY']._serialized_end=3749
+  _globals['_WORDPIN']._serialized_start=3751
+  _globals['_WORDPIN']._serialized_end=3830
+  _globals['_WORDLEFT']._serialized_start=3832
+  _globals['_WORDLEFT']._serialized_end=3842
+  _globals['_WORDFATAL']._serialized_start=3844
+  _globals['_WORDFATAL']._serialized_end=3871
 # @@protoc_insertion_point(module_scope)

@@ -157,7 +157,7 @@ class RankReady(_message.Message):
     def __init__(self, initial_digest: _Optional[str] = ..., layout_digest: _Optional[str] = ..., state_address: _Optional[str] = ...) -> None: ...
 
 class RankPosted(_message.Message):
-    __slots__ = ("attempt", "stale", "finite", "weight", "scalars", "positions")
+    __slots__ = ("attempt", "stale", "finite", "weight", "scalars", "positions", "objects")
     class ScalarsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -178,13 +178,15 @@ class RankPosted(_message.Message):
     WEIGHT_FIELD_NUMBER: _ClassVar[int]
     SCALARS_FIELD_NUMBER: _ClassVar[int]
     POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
     stale: bool
     finite: bool
     weight: float
     scalars: _containers.ScalarMap[str, float]
     positions: _containers.ScalarMap[str, int]
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., stale: _Optional[bool] = ..., finite: _Optional[bool] = ..., weight: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., positions: _Optional[_Mapping[str, int]] = ...) -> None: ...
+    objects: bool
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., stale: _Optional[bool] = ..., finite: _Optional[bool] = ..., weight: _Optional[float] = ..., scalars: _Optional[_Mapping[str, float]] = ..., positions: _Optional[_Mapping[str, int]] = ..., objects: _Optional[bool] = ...) -> None: ...
 
 class RankDone(_message.Message):
     __slots__ = ("attempt", "failure", "peer_rank")
@@ -287,10 +289,12 @@ class WordAbort(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class WordAgain(_message.Message):
-    __slots__ = ("attempt",)
+    __slots__ = ("attempt", "objects")
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
     attempt: Attempt
-    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ...) -> None: ...
+    objects: bool
+    def __init__(self, attempt: _Optional[_Union[Attempt, _Mapping]] = ..., objects: _Optional[bool] = ...) -> None: ...
 
 class WordCommit(_message.Message):
     __slots__ = ("head", "skip", "total_weight", "contributors", "contributed", "scalars", "positions", "leaving", "retries")
