@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         checked = check(options.file, rest)
         print(
-            f"{options.file} is good: {checked.launch.replicas} groups, {len(checked.chaos)} injected faults."
+            f"{options.file} is good: {checked.launch.replicas} groups, faults to inject: {len(checked.chaos)}."
         )
         return 0
     except ConfigError as error:
