@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 import time
 import weakref
@@ -89,6 +90,19 @@ class _Group:
 
 _live_groups: set[_Group] = set()
 _live_groups_lock = threading.Lock()
+
+
+def _leave_to_parent() -> None:
+    """In a forked child no group is ours to end, and none may be destroyed: its threads are not here."""
+    for group in _live_groups:
+        group.sockets.leave_to_parent()
+        group.disconnected.set()
+        _inherited.append(group)
+    _live_groups.clear()
+
+
+_inherited: list[_Group] = []
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @atexit.register

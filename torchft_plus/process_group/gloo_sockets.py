@@ -98,6 +98,22 @@ class GroupSockets:
         broken = [connection for connection in self._connections if connection.is_broken()]
         return broken[0].peer_rank if len(broken) == 1 else None
 
+    def leave_to_parent(self) -> None:
+        """In a forked child (a data loader's worker): let go of the connections without ending them.
+
+        Otherwise the peers would not see the parent's death as long as the child lives. gloo's own descriptors keep
+        their numbers, so that nothing closes somebody else's.
+        """
+        inodes = {os.fstat(connection.socket.fileno()).st_ino for connection in self._connections}
+        nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in _descriptors():
+            try:
+                if os.fstat(descriptor).st_ino in inodes:
+                    os.dup2(nothing, descriptor, inheritable=False)
+            except OSError:
+                continue  # the folder's own descriptor
+        os.close(nothing)
+
     def close(self) -> None:
         """Give the duplicates back."""
         for connection in self._connections:

@@ -72,6 +72,37 @@ def test_all_survivors_notice_a_killed_peer_at_once_and_go_on_in_a_new_lane(size
             assert total == 500_000 * (size - 1)
 
 
+def _fork_a_worker(rank: Rank) -> str:
+    """Like a data loader: the victim's child lives on after it, with copies of all its descriptors."""
+    lane = rank.lane()
+    wait_ended([lane.allreduce(torch.ones(1))])
+    if rank.rank == 1:
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(5)
+            os._exit(0)
+        wait_ended([lane.allreduce(torch.ones(1))])  # the fork did not disturb the lane
+        rank.say(worker)
+        rank.hear()
+    wait_ended([lane.allreduce(torch.ones(1))])
+    operation = lane.allreduce(torch.ones(100_000))
+    rank.say("ready")
+    wait_ended([operation])
+    return str(operation.error)
+
+
+def test_a_death_is_seen_though_a_forked_worker_outlives_it() -> None:
+    with start_ranks(_fork_a_worker, 2) as ranks:
+        worker = ranks.word(1)
+        assert ranks.word(0) == "ready"
+        killed = time.monotonic()
+        ranks.signal(1, signal.SIGKILL)
+        assert ranks.result(0) != "None"
+        assert time.monotonic() - killed < 3
+        os.kill(worker, 0)  # still there
+        os.kill(worker, signal.SIGKILL)
+
+
 def _frozen_peer(rank: Rank) -> tuple[float, str] | None:
     lane = rank.lane()
     wait_ended([lane.allreduce(torch.ones(1))])
