@@ -134,6 +134,9 @@ class Runs:
             assert time.monotonic() < end, f"waited {timeout_s} s for {what}; {self.tails()}"
             time.sleep(0.02)
 
+    def log(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
     def tails(self) -> str:
         return "\n".join(f"{p.name}: {p.read_text()[-1500:]}" for p in sorted(self.folder.glob("*.log")))
 
@@ -258,3 +261,35 @@ def test_torchtitans_own_arguments_and_refusals(tmp_path: Path, settings: Any) -
         }.items():
             with pytest.raises(ConfigError, match=part):
                 load(text)
+
+
+def test_one_group_writes_to_disk_and_all_go_on_from_it(runs: Runs) -> None:
+    """Both groups end and start again: from the head on disk, with the data where it was."""
+    disk = ["--checkpoint.enable", "--checkpoint.interval", "2", "--checkpoint.no_last_save_model_only"]
+    replicas = ("replica_0", "replica_1")
+
+    def start(run: str, steps: int, *arguments: str) -> list[Any]:
+        every = ("--lr_scheduler.total_steps", "8", "--fault_tolerance.job_id", run, *arguments)
+        return [
+            runs.start(f"{replica}-{run}", steps, *every, groups=2, REPLICA_ID=replica)
+            for replica in replicas
+        ]
+
+    def end(run: str, started: list[Any]) -> dict[str, Any]:
+        """What both groups have come to."""
+        assert [process.wait(150) for process in started] == [0, 0], runs.tails()
+        one, other = (runs.result(f"{replica}-{run}") for replica in replicas)
+        assert one == other
+        return one
+
+    runs.start_lighthouse(expected=2)
+    first, straight = start("first", 4, *disk), start("straight", 8)
+    end("first", first)
+    folders = sorted(path.name for path in (runs.folder / "dump" / "checkpoint").iterdir())
+    assert folders == ["step-2", "step-4"]
+    writers = [replica for replica in replicas if "Saving the checkpoint" in runs.log(f"{replica}-first")]
+    assert len(writers) == 1
+    # Another job: in the old one the Lighthouse would let the first to arrive go on alone, and heal the other.
+    resumed = end("second", start("second", 8, *disk))
+    assert (resumed["step"], resumed["tokens"]) == (8, 8 * 2 * 32)
+    assert end("straight", straight) == resumed, "a run without a stop comes to the same"
