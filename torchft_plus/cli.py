@@ -38,7 +38,7 @@ exit status:
   1    it did not finish: a group was given up, the deadline passed, the Lighthouse did not come up
   2    the file, the command line or the installation is wrong: nothing was started
   3    it finished, but the replicas are not proved equal
-  4    it finished, but survivors lost steps
+  4    it finished, but steps were lost: a survivor's, or by the loss of all groups at once
   130  ended by Ctrl-C (128 + the number of the signal)
 """
 

@@ -28,6 +28,8 @@ class ReplicaGroup:
         self.lives = 0
         self.injected = False
         """A fault was injected into the present life."""
+        self.told_to_leave = False
+        """SIGTERM was injected into the present life: an exit with status 0 does not mean that the work is done."""
         self.asked = False
         """The present life was asked to end because the run is over."""
         self.failed = False
@@ -74,6 +76,7 @@ class ReplicaGroup:
             raise RuntimeError(f"{self.replica_id} is started while a rank of its last life is left")
         self.lives += 1
         self.injected = False
+        self.told_to_leave = False
         self.asked = False
         self.failed = False
         self._seen = set()

@@ -59,7 +59,8 @@ class Summary:
     forked_steps: list[int]
     """Steps committed under two quorums without an announced loss: two lineages."""
     failures: list[Failure] = field(default_factory=list[Failure])
-    announcements: list[str] = field(default_factory=list[str])
+    total_losses: list[str] = field(default_factory=list[str])
+    """What the Lighthouse announced when training had to go on from an older head."""
 
     def as_json(self) -> dict[str, Any]:
         """Plain values for summary.json."""
@@ -86,6 +87,7 @@ def summarise(
     commits = [e for e in events if e.kind == "commit"]
     last = max(commits, key=lambda e: e.integer("step"), default=None)
     announcements = [e.text("text") for e in events if e.kind == "announce" and e.replica_id == "lighthouse"]
+    total_losses = [text for text in announcements if text.startswith(TOTAL_LOSS)]
     summary = Summary(
         exit_code=0,
         finished=end.finished,
@@ -96,9 +98,9 @@ def summarise(
         seconds=events[-1].time - events[0].time if events else 0.0,
         digests=compare_digests(events, expected=digests_expected),
         lost_steps=lost_steps_of(events),
-        forked_steps=[] if any(t.startswith(TOTAL_LOSS) for t in announcements) else forked_steps_of(commits),
+        forked_steps=[] if total_losses else forked_steps_of(commits),
         failures=failures_of(events),
-        announcements=announcements,
+        total_losses=total_losses,
     )
     summary.exit_code = 128 + signal if signal else _exit_code(summary, end)
     return summary
@@ -111,7 +113,7 @@ def _exit_code(summary: Summary, end: End) -> int:
         return ExitCode.NOT_FINISHED
     if not summary.digests.good or summary.forked_steps:
         return ExitCode.REPLICAS_DIFFER
-    return ExitCode.STEPS_LOST if summary.lost_steps else ExitCode.GOOD
+    return ExitCode.STEPS_LOST if summary.lost_steps or summary.total_losses else ExitCode.GOOD
 
 
 def compare_digests(events: Sequence[Event], *, expected: bool) -> DigestVerdict:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from torchft_plus.launch.summary import DigestVerdict, ExitCode, Summary
+from torchft_plus.launch.summary import TOTAL_LOSS, DigestVerdict, ExitCode, Summary
 from torchft_plus.launch.timeline import Failure
 
 _IN_FULL = 8
@@ -18,7 +18,7 @@ def summary_lines(summary: Summary) -> list[str]:
     loss = f", loss {summary.loss:.4f}" if summary.loss is not None else ""
     state = "finished" if summary.finished else f"NOT FINISHED ({summary.reason})"
     lines = [f"Run {state}: {summary.steps}{of} steps committed{loss}, {summary.seconds:.1f} s."]
-    lines += [f"  announced: {text}" for text in summary.announcements]
+    lines += [f"TOTAL LOSS: {text.removeprefix(f'{TOTAL_LOSS}: ')}." for text in summary.total_losses]
     if len(summary.failures) <= _IN_FULL:
         for number, failure in enumerate(summary.failures, 1):
             lines += _failure_lines(number, failure)
@@ -51,7 +51,8 @@ def _failure_lines(number: int, failure: Failure) -> list[str]:
         )
         lines.append(f"  survivors' longest gap between commits: {failure.gap_s:.3f} s{normal}")
     if not failure.healed:
-        lines.append("  it had not contributed again when the run ended")
+        end = "it failed again" if failure.failed_again else "the run ended"
+        lines.append(f"  it had not contributed again when {end}")
     return lines
 
 
@@ -95,7 +96,7 @@ def _verdict_line(exit_code: int) -> str:
         ExitCode.NOT_FINISHED: "the run did not finish",
         ExitCode.REFUSED: "the trainer found its configuration wrong",
         ExitCode.REPLICAS_DIFFER: "the replicas are not proved equal",
-        ExitCode.STEPS_LOST: "survivors lost steps",
+        ExitCode.STEPS_LOST: "steps were lost",
     }
     known = {int(code): text for code, text in verdicts.items()}
     return f"Exit status {exit_code}: {known.get(exit_code, 'ended by a signal')}."

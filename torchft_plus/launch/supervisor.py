@@ -307,6 +307,7 @@ class Supervisor:
         number = _SIGNALS[injection.action]
         if group is not None:
             group.injected = True
+            group.told_to_leave = group.told_to_leave or injection.action == "terminate"
             group.signal(number, injection.rank)
         elif self._keeper is not None:
             self._keeper.signal(number)

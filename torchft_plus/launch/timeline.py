@@ -32,6 +32,8 @@ class Failure:
     """Last step that was committed before it."""
     time: float
     injected: bool
+    failed_again: bool = False
+    """The same group failed again later: the time line ends there."""
     moments: list[Moment] = field(default_factory=list[Moment])
     gap_s: float | None = None
     """Longest time between two commits of a survivor, of those that the failure fell into."""
@@ -103,7 +105,7 @@ def _failure(trigger: Trigger, triggers: Sequence[Trigger], events: Sequence[Eve
     window = [e for e in events if trigger.time <= e.time < until]
     before = [e.integer("step") for e in events if e.kind == "commit" and e.time < trigger.time]
     failure = Failure(
-        trigger.replica_id, trigger.what, max(before, default=0), trigger.time, trigger.injected
+        trigger.replica_id, trigger.what, max(before, default=0), trigger.time, trigger.injected, bool(later)
     )
     new_quorum = _mark_survivors(failure, window)
     _mark_victim(failure, window)
@@ -120,7 +122,8 @@ def _failure(trigger: Trigger, triggers: Sequence[Trigger], events: Sequence[Eve
 def _mark_survivors(failure: Failure, window: Sequence[Event]) -> int | None:
     """Detected, revoked, new quorum, first commit under it; returns the id of that quorum."""
     others = [e for e in window if e.replica_id not in (failure.replica_id, *_MAKERS)]
-    seen = (e for e in window if e.kind == "exit" and target_replica(e) == failure.replica_id)
+    exits = (e for e in window if e.kind == "exit" and e.fields.get("first"))
+    seen = (e for e in exits if target_replica(e) == failure.replica_id)
     _mark(failure, "detected", seen)
     _mark(
         failure,

@@ -74,6 +74,7 @@ def launch(
     plan: Mapping[str, str] | None = None,
     program: str = "python",
     module: bool = False,
+    known_steps: bool = True,
     lighthouse: bool = False,
     **env: str,
 ) -> Launched:
@@ -89,8 +90,7 @@ def launch(
         lines.append(f"env = {{ PYTHONPATH = {json.dumps(str(ROOT))} }}")
     lines.append(table)
     text = f"""
-[training]
-steps = {env.get("FAKE_STEPS", "20")}
+{f"[training]{chr(10)}steps = {env.get('FAKE_STEPS', '20')}" if known_steps else ""}
 [fault_tolerance]
 enable = true
 digest_every = 1

@@ -31,7 +31,7 @@ def test_the_line_of_proc_is_read_whatever_the_command_is_called(
 
 
 def test_death_shows_before_a_big_process_is_gone(tmp_path: Path) -> None:
-    code = "import time; b = bytearray(b'x') * (1 << 30); print('big', flush=True); time.sleep(600)"
+    code = "import time; b = bytearray(b'x') * (1 << 29); print('big', flush=True); time.sleep(600)"
     child = ChildProcess([sys.executable, "-c", code], os.environ, tmp_path / "log")
     deadline = time.monotonic() + 60
     while child.last_lines() != ["big"]:
@@ -39,7 +39,7 @@ def test_death_shows_before_a_big_process_is_gone(tmp_path: Path) -> None:
     child.signal(signal.SIGKILL)
     while child.exit_status() is None:
         assert time.monotonic() < deadline
-    assert not child.reap()  # a gigabyte takes some 200 ms to be freed
+    assert not child.reap()  # half a gigabyte takes some 100 ms to be freed
     wait_gone(child)
     assert child.reap()
 

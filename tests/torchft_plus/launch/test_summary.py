@@ -109,7 +109,7 @@ def test_a_death_of_its_own_and_one_that_nobody_heals() -> None:
     (failure,) = judge(events).failures
     assert failure.what == "replica_1.1 died (exit status 7)"
     assert not failure.injected and not failure.healed
-    assert "it had not contributed again" in "\n".join(summary_lines(judge(events)))
+    assert "it had not contributed again when the run ended" in "\n".join(summary_lines(judge(events)))
 
 
 def test_an_exit_in_the_life_of_a_fault_belongs_to_the_fault() -> None:
@@ -194,7 +194,9 @@ def test_two_lineages_are_found_unless_a_loss_was_announced() -> None:
     assert summary.exit_code == 3 and summary.forked_steps == [1]
     assert "TWO LINEAGES" in "\n".join(summary_lines(summary))
     announced = event("lighthouse", 0.9, "announce", text="total loss: 4 steps are done again")
-    assert judge([*events, announced]).exit_code == 0
+    lost = judge([*events, announced])
+    assert lost.exit_code == 4 and not lost.forked_steps
+    assert "TOTAL LOSS: 4 steps are done again." in summary_lines(lost)
     waiting = event("lighthouse", 0.9, "announce", text="no new quorum yet: waiting for replica_0")
     assert judge([*events, waiting]).exit_code == 3
 
