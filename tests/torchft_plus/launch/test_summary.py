@@ -123,10 +123,10 @@ def test_an_exit_in_the_life_of_a_fault_belongs_to_the_fault() -> None:
         event("launcher", 4.0, "chaos", action="kill", target="lighthouse"),
     ]
     first, second = judge(events).failures
-    assert (
-        first.what == "replica_1.0 frozen" and first.after("woken") == 1.0 and first.after("detected") == 1.5
-    )
-    assert second.what == "replica_1.0 died (exit status 1)"
+    assert (first.what, first.failed_again) == ("replica_1.0 frozen", True)
+    assert (first.after("woken"), first.after("detected")) == (1.0, 1.5)
+    assert (second.what, second.failed_again) == ("replica_1.0 died (exit status 1)", False)
+    assert "when it failed again" in "\n".join(summary_lines(judge(events)))
 
 
 def test_two_groups_at_once_do_not_spoil_each_others_gap() -> None:
