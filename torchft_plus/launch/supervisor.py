@@ -222,9 +222,8 @@ class Supervisor:
 
     def _on_exit(self, group: ReplicaGroup, rank: int, status: int, now: float) -> None:
         steps = self._run.steps
-        done = (
-            not group.injected if steps is None else self._progress.replicas[group.replica_id].step >= steps
-        )
+        step = self._progress.replicas[group.replica_id].step
+        done = not group.told_to_leave if steps is None else step >= steps
         first = not group.failed
         if status != 0:
             group.failed = True

@@ -150,8 +150,8 @@ def test_a_program_that_cannot_be_run_is_named(tmp_path: Path) -> None:
 
 
 def test_without_a_known_number_of_steps_a_frozen_group_can_still_finish(tmp_path: Path) -> None:
-    chaos = '[[chaos]]\nat_event = "commit"\nstop = "replica_1"\nresume_after_s = 0.3'
-    run = launch(tmp_path, more=chaos, known_steps=False)
+    chaos = '[[chaos]]\nat_event = "commit"\nstop = "replica_0"\nresume_after_s = 0.2'
+    run = launch(tmp_path, table="replicas = 1", more=chaos, known_steps=False)
     status, output = run.finish()
     assert status == 0, output
-    assert len([e for e in run.events("spawn") if e["replica_id"] == "replica_1"]) == 1
+    assert len([e for e in run.events("spawn") if e["replica_id"] == "replica_0"]) == 1
