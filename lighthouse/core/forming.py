@@ -32,6 +32,8 @@ class Wait:
     """Nothing forms yet; ``text`` says for whom or what."""
 
     text: str
+    awaited: frozenset[str] = frozenset()
+    """Nothing can form before these have asked (or time has passed)."""
     release_leavers: bool = False
     """Nobody needs those who want to leave, although nothing forms."""
     total_loss: bool = False
@@ -45,20 +47,10 @@ class View:
     """What the decision depends on besides the roster."""
 
     config: CoreConfig
-    q_last: Quorum | None
     first_ask_ms: int | None
     """When the first ask that counts came (of a member, if there is a last quorum)."""
     total_loss_since_ms: int | None
     highest_step: int
-
-
-def counts(peer: Peer, q_last: Quorum | None) -> bool:
-    """Rule L3: the ask stands on the current session and gives up the last quorum."""
-    if peer.ask is None:
-        return False
-    if q_last is None or peer.floor() >= q_last.id:
-        return True
-    return not peer.had_quorum and q_last.rank_of(peer.process) is None
 
 
 def admissible(peer: Peer, blame: Blame, roster: Roster) -> bool:
@@ -68,15 +60,15 @@ def admissible(peer: Peer, blame: Blame, roster: Roster) -> bool:
 
 def decide(view: View, roster: Roster, blame: Blame) -> Plan | Wait:
     """The next quorum, or why there is none yet."""
-    asks = sorted((p for p in roster.peers.values() if counts(p, view.q_last)), key=lambda p: _order(p, view))
-    if view.q_last is None:
+    asks = sorted((p for p in roster.peers.values() if roster.counts(p)), key=lambda p: _order(p, roster))
+    if roster.q_last is None:
         return _first(view, roster, [p for p in asks if admissible(p, blame, roster)])
-    awaited = _awaited(view.q_last, roster)
+    awaited = _awaited(roster.q_last, roster)
     if awaited and not _join_timeout_over(view, roster):
-        return Wait(f"for {', '.join(awaited)} to ask")
+        return Wait(f"for {', '.join(awaited)} to ask", awaited=frozenset(awaited))
     if asks and all(p.ask is not None and p.ask.leaving for p in asks):
         return Wait("for anybody: all have left", release_leavers=True)
-    return _next(view, view.q_last, roster, blame, asks)
+    return _next(view, roster.q_last, roster, blame, asks)
 
 
 def _first(view: View, roster: Roster, asks: list[Peer]) -> Plan | Wait:
@@ -98,7 +90,7 @@ def _first(view: View, roster: Roster, asks: list[Peer]) -> Plan | Wait:
 
 
 def _next(view: View, q_last: Quorum, roster: Roster, blame: Blame, asks: list[Peer]) -> Plan | Wait:
-    evidence = [p for p in asks if q_last.rank_of(p.process) is not None]
+    evidence = [p for p in asks if roster.is_member(p)]
     admitted = [p for p in asks if admissible(p, blame, roster)]
     stayers = [p for p in admitted if p.ask is not None and not p.ask.leaving]
     if not evidence:
@@ -108,7 +100,7 @@ def _next(view: View, q_last: Quorum, roster: Roster, blame: Blame, asks: list[P
     if not holders:
         # The only ones who hold the state want to leave: they stay until another one is level (F35).
         holders = [p for p in admitted if _holds(p, base.head)]
-        stayers = [p for p in admitted if p in stayers or p in holders]
+        stayers = [p for p in admitted if p.ask is None or not p.ask.leaving or _holds(p, base.head)]
     if not holders:
         return _total_loss(view, q_last, roster, stayers, base.head)
     least = view.config.min_replicas
@@ -119,7 +111,7 @@ def _next(view: View, q_last: Quorum, roster: Roster, blame: Blame, asks: list[P
     if not base.rolled_forward:
         what = f"goes on from step {base.head.step}"
     return Plan(
-        members=tuple(sorted(stayers, key=lambda p: (p not in holders, _order(p, view)))),
+        members=tuple(sorted(stayers, key=lambda p: not _holds(p, base.head))),
         holders=frozenset(p.process for p in holders),
         base=base.head,
         reload=False,
@@ -135,7 +127,7 @@ def _total_loss(
     missing = [
         f"{process} ({state})"
         for process, peer in roster.members(q_last)
-        if (state := _may_still_hold(process, peer, roster, view, base)) is not None
+        if (state := _may_still_hold(process, peer, roster, view.config, base)) is not None
     ]
     if missing:
         return Wait(f"for the state, which may be held by {', '.join(missing)}")
@@ -161,17 +153,17 @@ def _total_loss(
 
 
 def _may_still_hold(
-    process: Process, peer: Peer | None, roster: Roster, view: View, base: Head | None
+    process: Process, peer: Peer | None, roster: Roster, config: CoreConfig, base: Head | None
 ) -> str | None:
     """Why this member of the last quorum may still hold the state; None if it certainly does not."""
     if process in roster.gone or peer is None:
         return None
-    if peer.ask is not None and counts(peer, view.q_last):
+    if roster.counts(peer):
         holds_it = base is not None and _holds(peer, base)
         return "stands still" if holds_it and peer.overdue else "is left out" if holds_it else None
     if peer.connected:
         return "has not asked"
-    silent_for_good = roster.wakeups.due(peer.heard_ms + view.config.certainly_gone_ms)
+    silent_for_good = roster.wakeups.due(peer.heard_ms + config.certainly_gone_ms)
     return None if silent_for_good else "lost, but not certainly gone"
 
 
@@ -181,9 +173,9 @@ def _restart(stayers: list[Peer], reason: str) -> Plan | None:
     base = choose_restart_base(positions)
     if base is None:
         return None
-    holders = [p for p in stayers if p.position is not None and holds_after_reload(p.position, base)]
-    from_disk = any(p.position is None or not _holds(p, base) for p in holders)
-    ordered = [p for p in stayers if p in holders] + [p for p in stayers if p not in holders]
+    holders = [p for p in stayers if _can_hold(p, base)]
+    from_disk = any(not _holds(p, base) for p in holders)
+    ordered = sorted(stayers, key=lambda p: not _can_hold(p, base))
     return Plan(tuple(ordered), frozenset(p.process for p in holders), base, from_disk, False, reason)
 
 
@@ -192,7 +184,7 @@ def _awaited(q_last: Quorum, roster: Roster) -> list[str]:
     return [
         process.replica_id
         for process, peer in roster.members(q_last)
-        if peer is not None and peer.lost is None and not peer.overdue and not counts(peer, q_last)
+        if peer is not None and peer.lost is None and not peer.overdue and not roster.counts(peer)
     ]
 
 
@@ -205,10 +197,13 @@ def _holds(peer: Peer, base: Head) -> bool:
     return peer.position is not None and holds(peer.position, base)
 
 
-def _order(peer: Peer, view: View) -> tuple[int, tuple[tuple[int, str | int], ...]]:
+def _can_hold(peer: Peer, base: Head) -> bool:
+    return peer.position is not None and holds_after_reload(peer.position, base)
+
+
+def _order(peer: Peer, roster: Roster) -> tuple[int, tuple[tuple[int, str | int], ...]]:
     """Members keep their order, newcomers follow by name; replica_10 comes after replica_9."""
-    rank = view.q_last.rank_of(peer.process) if view.q_last is not None else None
-    return (rank if rank is not None else 1 << 30, natural(peer.replica_id))
+    return (roster.ranks.get(peer.process, len(roster.ranks)), natural(peer.replica_id))
 
 
 def natural(name: str) -> tuple[tuple[int, str | int], ...]:

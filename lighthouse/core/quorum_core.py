@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from lighthouse.core import forming
+from lighthouse.core import forming, rounds
 from lighthouse.core.blame import EVERYBODY, Blame
 from lighthouse.core.chronicle import Chronicle
 from lighthouse.core.forming import Plan, View, Wait
 from lighthouse.core.roster import Peer, Roster, Wakeups
+from lighthouse.core.rounds import Round
 from lighthouse.core.views import peer_views
 from lighthouse.core.words import (
     Connected,
@@ -33,16 +32,6 @@ from lighthouse.messages import Ask, Beat, Fault, Form, Member, Process, Quorum,
 MAX_EPOCH = 2**31 - 1
 
 
-@dataclass(slots=True)
-class Round:
-    """A new quorum is being formed."""
-
-    reason: str
-    now: bool
-    """False: members were asked to stop at the next step boundary."""
-    first_ask_ms: int | None = None
-
-
 class QuorumCore:
     """Decides for one job.
 
@@ -55,12 +44,11 @@ class QuorumCore:
 
     def __init__(self, config: CoreConfig, record: Record | None, clock_seconds: int, now_ms: int) -> None:
         self.config = config
-        self.q_last = record.q_last if record is not None else None
         self.epoch = max(record.epoch if record is not None else 0, clock_seconds) + 1
         self._counter = 0
         self._stored_epoch = record.epoch if record is not None else None
-        self._highest_id = self.q_last.id if self.q_last is not None else 0
-        self._highest_step = self.q_last.base.step if self.q_last is not None else 0
+        self._highest_id = 0
+        self._highest_step = 0
         self._reported: Quorum | None = None
         self._reported_ms = now_ms
         self._round: Round | None = None
@@ -72,11 +60,20 @@ class QuorumCore:
         self._blame = Blame(config.timeouts.heartbeat_timeout_ms)
         self._roster = Roster(config, self._effects, self._wakeups)
         self._chronicle = Chronicle(self._roster)
-        if self.q_last is not None:
-            self._roster.expect(self.q_last)
-            self._chronicle.tell(f"quorum {self.q_last.id} was stored and is in force again (rule R1)")
+        self._awaited: set[str] = set()
+        """Members without whose asks the round cannot end."""
+        if record is not None and record.q_last is not None:
+            self._roster.set_last(record.q_last)
+            self._roster.expect(record.q_last)
+            self._highest_id, self._highest_step = record.q_last.id, record.q_last.base.step
+            self._chronicle.tell(f"quorum {record.q_last.id} was stored and is in force again (rule R1)")
 
     # --- what the shell asks --------------------------------------------------------------------------------
+
+    @property
+    def q_last(self) -> Quorum | None:
+        """The last quorum formed."""
+        return self._roster.q_last
 
     def start(self) -> list[Effect]:
         """Claim the epoch; the first effects of this core."""
@@ -112,7 +109,7 @@ class QuorumCore:
     def view(self, now_ms: int) -> JobView:
         """The state, for people and tools."""
         reason = self._round.reason if self._round is not None else ""
-        peers = peer_views(self._roster, self._blame, self.q_last, now_ms)
+        peers = peer_views(self._roster, self._blame, now_ms)
         story = tuple(self._chronicle.story())
         return JobView(self.epoch, self.q_last, reason, self._chronicle.waiting, peers, story)
 
@@ -173,6 +170,7 @@ class QuorumCore:
                 return self._roster.beat(peer, message.progress)
             case Ask():
                 self._ask(peer, message)
+                return not self._only_one_less(peer)
             case Fault():
                 self._fault_reported(peer, message)
         return True
@@ -184,12 +182,20 @@ class QuorumCore:
         self._roster.heard(peer, ask.position)
         self._learn(peer, None)
 
+    def _only_one_less(self, peer: Peer) -> bool:
+        """True if the round goes on as before, with one member less to wait for (most asks of a large quorum)."""
+        round_ = self._round
+        if round_ is None or not round_.now or round_.first_ask_ms is None or not self._roster.counts(peer):
+            return False
+        self._awaited.discard(peer.replica_id)
+        return bool(self._awaited) and self._roster.is_member(peer)
+
     def _fault_reported(self, peer: Peer, fault: Fault) -> None:
         peer.heard_ms = self._wakeups.now_ms
-        if self.q_last is None or fault.quorum_id != self.q_last.id or self._rank(peer) is None:
+        if self.q_last is None or fault.quorum_id != self.q_last.id or not self._roster.is_member(peer):
             return
         named = self._roster.peers.get(fault.peer) if fault.peer is not None else None
-        if named is not None and named is not peer and self._rank(named) is not None:
+        if named is not None and named is not peer and self._roster.is_member(named):
             named.named = True
             self._blame.fault(peer.replica_id, named.replica_id)
         about = f" about {fault.peer}" if fault.peer else ""
@@ -253,8 +259,7 @@ class QuorumCore:
             self._learn(peer, peer.adopted)
             if ask is not None:
                 self._ask(peer, ask)
-        members = {m.process for m in self.q_last.members} if self.q_last is not None else set[Process]()
-        roster.find_overdue(members)
+        roster.find_overdue()
         self._adopt_reported()
         if self._reported is None:
             self._let_strangers_leave()
@@ -262,8 +267,10 @@ class QuorumCore:
             self._form()
             self._answer_hellos()
             self._revoke()
-        members = {m.process for q in (self.q_last, self._reported) if q is not None for m in q.members}
-        roster.forget_strangers(members)
+        reported = (
+            {m.process for m in self._reported.members} if self._reported is not None else set[Process]()
+        )
+        roster.forget_strangers(reported)
 
     def _adopt_reported(self) -> None:
         """Rule R2: a reported record becomes the last quorum when each member is here or certainly gone.
@@ -286,7 +293,8 @@ class QuorumCore:
         if missing:
             self._chronicle.wait(f"for members of the reported quorum {reported.id}: {', '.join(missing)}")
             return
-        self.q_last, self._reported, self._round, self._fault = reported, None, None, None
+        self._roster.set_last(reported)
+        self._reported, self._round, self._fault = None, None, None
         self._chronicle.wait("")
         self._store()
         self._chronicle.tell(f"quorum {reported.id}, as reported by its members, is in force again (rule R2)")
@@ -299,13 +307,13 @@ class QuorumCore:
 
     def _let_strangers_leave(self) -> None:
         for peer in list(self._roster.peers.values()):
-            if peer.ask is not None and peer.ask.leaving and self._rank(peer) is None:
+            if peer.ask is not None and peer.ask.leaving and not self._roster.is_member(peer):
                 self._roster.retire(peer.process, "it left in good order", left=True)
 
     def _open_round(self) -> None:
         """Rule L2."""
-        urgent = self._urgent_reason()
-        wish = urgent or self._wish()
+        urgent = rounds.urgent_reason(self._roster, self._fault, self._round)
+        wish = urgent or rounds.wish(self._roster, self._blame)
         if self._round is None and wish is not None:
             self._round = Round(wish, now=urgent is not None)
             self._total_loss_since_ms = None
@@ -315,48 +323,10 @@ class QuorumCore:
             self._note_revoke(self._round)
         if self._round is None:
             return
-        first = self._first_ask_ms()
+        first = rounds.first_ask_ms(self._roster)
         self._round.first_ask_ms = first
         if not self._round.now and first is not None and self.q_last is not None:
             self._round.now = self._wakeups.due(first + self.config.boundary_grace_ms)
-
-    def _urgent_reason(self) -> str | None:
-        """Why the last quorum cannot go on."""
-        if self.q_last is None:
-            return None
-        for process, peer in self._members():
-            if peer is None:
-                return f"{process.replica_id} is gone: {self._roster.gone.get(process, 'no longer there')}"
-            if peer.lost is not None or peer.overdue:
-                return f"{process.replica_id} is {'overdue' if peer.overdue else f'lost: {peer.lost}'}"
-        if self._fault is not None:
-            return self._fault
-        if self._round is not None:
-            return None  # who asks now does so at the boundary, as it was told to
-        for process, peer in self._members():
-            if peer is not None and peer.ask is not None and not peer.ask.leaving and self._counts(peer):
-                return f"{process.replica_id} gave the quorum up"
-        return None
-
-    def _wish(self) -> str | None:
-        """Who wants to join or to leave."""
-        for peer in self._roster.peers.values():
-            if not self._counts(peer) or peer.ask is None:
-                continue
-            if self._rank(peer) is None:
-                if forming.admissible(peer, self._blame, self._roster):
-                    return f"{peer.replica_id} wants to join"
-            elif peer.ask.leaving:
-                return f"{peer.replica_id} wants to leave"
-        return None
-
-    def _first_ask_ms(self) -> int | None:
-        times = [
-            p.asked_ms
-            for p in self._roster.peers.values()
-            if self._counts(p) and (self.q_last is None or self._rank(p) is not None)
-        ]
-        return min(times, default=None)
 
     def _form(self) -> None:
         """Rules L4, L5, L8, R3."""
@@ -366,12 +336,13 @@ class QuorumCore:
             self._chronicle.wait("before the next try: these members have failed to work together (rule L8)")
             return
         first_ask_ms = self._round.first_ask_ms
-        view = View(self.config, self.q_last, first_ask_ms, self._total_loss_since_ms, self._highest_step)
+        view = View(self.config, first_ask_ms, self._total_loss_since_ms, self._highest_step)
         plan = forming.decide(view, self._roster, self._blame)
         if isinstance(plan, Wait) and plan.total_loss and self._total_loss_since_ms is None:
             self._total_loss_since_ms = self._wakeups.now_ms
-            view = View(self.config, self.q_last, first_ask_ms, self._total_loss_since_ms, self._highest_step)
+            view = View(self.config, first_ask_ms, self._total_loss_since_ms, self._highest_step)
             plan = forming.decide(view, self._roster, self._blame)
+        self._awaited = set(plan.awaited) if isinstance(plan, Wait) else set()
         if isinstance(plan, Wait):
             if not plan.total_loss:
                 self._total_loss_since_ms = None
@@ -391,7 +362,7 @@ class QuorumCore:
         self._blame.quorum_ended(self.q_last, committed=False)
         if not self._blame.must_leave_one_out(processes):
             return plan
-        oldest_first = sorted(processes, key=lambda p: self._seniority.get(p, self._rank_or_zero(p)))
+        oldest_first = sorted(processes, key=lambda p: self._seniority.get(p, self._roster.ranks.get(p, 0)))
         victim = forming.spared(plan, self._blame, self.config.min_replicas, oldest_first)
         name = victim.replica_id if victim is not None else EVERYBODY
         named = victim or forming.spared(plan, self._blame, 0, oldest_first) or plan.members[-1]
@@ -414,7 +385,8 @@ class QuorumCore:
         members = tuple(Member(p.process, p.address, p.process in plan.holders) for p in plan.members)
         reason = f"{self._round.reason}; {plan.reason}" if self.q_last is not None else plan.reason
         quorum = Quorum(self._next_id(), members, plan.base, plan.reload, reason)
-        self.q_last, self._round, self._fault, self._total_loss_since_ms = quorum, None, None, None
+        self._roster.set_last(quorum)
+        self._round, self._fault, self._total_loss_since_ms = None, None, None
         self._store()
         if plan.announce:
             self._chronicle.announce(plan.announce)
@@ -447,7 +419,7 @@ class QuorumCore:
             f"total loss: nobody holds any state, {self._highest_step} steps are lost; all have to restart"
         )
         for peer in list(self._roster.peers.values()):
-            if self._counts(peer):
+            if self._roster.counts(peer):
                 self._roster.retire(peer.process, "total loss: it holds no state, restart it")
 
     # --- what members need to know -----------------------------------------------------------------------------
@@ -470,7 +442,7 @@ class QuorumCore:
         for peer in self._roster.peers.values():
             if not peer.connected or peer.floor() >= self.q_last.id:
                 continue
-            if self._rank(peer) is None:
+            if not self._roster.is_member(peer):
                 if peer.had_quorum:
                     self._send_revoke(peer, True, "it is not in the last quorum")
             elif self._round is not None:
@@ -495,16 +467,6 @@ class QuorumCore:
 
     def _members(self) -> list[tuple[Process, Peer | None]]:
         return list(self._roster.members(self.q_last))
-
-    def _rank(self, peer: Peer) -> int | None:
-        return self.q_last.rank_of(peer.process) if self.q_last is not None else None
-
-    def _rank_or_zero(self, process: Process) -> int:
-        rank = self.q_last.rank_of(process) if self.q_last is not None else None
-        return rank if rank is not None else 0
-
-    def _counts(self, peer: Peer) -> bool:
-        return forming.counts(peer, self.q_last)
 
     def _next_id(self) -> int:
         """Above everything that anybody has ever seen: epoch << 32 | counter (rule L1, F18)."""

@@ -20,7 +20,7 @@ from lighthouse.messages import (
 MAX_REMEMBERED = 4096
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Peer:
     """The one accepted process of a replica_id."""
 
@@ -101,6 +101,10 @@ class Roster:
     pending: dict[str, Pending] = field(default_factory=dict[str, Pending])
     gone: dict[Process, str] = field(default_factory=dict[Process, str])
     """Processes that will never act again, and why."""
+    q_last: Quorum | None = None
+    """The last quorum formed; set by ``set_last``."""
+    ranks: dict[Process, int] = field(default_factory=dict[Process, int])
+    """Replica rank of each member of ``q_last``."""
 
     # --- looking up -----------------------------------------------------------------------------------------
 
@@ -113,6 +117,23 @@ class Roster:
         """The peer if this is its current session; words of older ones are ignored."""
         peer = self.peer(process)
         return peer if peer is not None and peer.connected and peer.session == session else None
+
+    def set_last(self, quorum: Quorum) -> None:
+        """``quorum`` is the last one from now on."""
+        self.q_last = quorum
+        self.ranks = {member.process: rank for rank, member in enumerate(quorum.members)}
+
+    def is_member(self, peer: Peer) -> bool:
+        """True if ``peer`` is in the last quorum."""
+        return peer.process in self.ranks
+
+    def counts(self, peer: Peer) -> bool:
+        """Rule L3: the ask stands on the current session and gives up the last quorum."""
+        if peer.ask is None:
+            return False
+        if self.q_last is None or peer.floor() >= self.q_last.id:
+            return True
+        return not peer.had_quorum and not self.is_member(peer)
 
     def members(self, quorum: Quorum | None) -> Iterator[tuple[Process, Peer | None]]:
         """Each member of ``quorum`` with its peer, if it is known."""
@@ -320,11 +341,9 @@ class Roster:
         peer.lost = reason
         self._note_lost(peer.process, reason)
 
-    def find_overdue(self, members: set[Process]) -> None:
+    def find_overdue(self) -> None:
         """Mark those for whom others wait while their training stands still (rule L6, F26)."""
-        there = [
-            p for p in self.peers.values() if p.connected and (p.process in members or p.ask is not None)
-        ]
+        there = [p for p in self.peers.values() if p.connected and (self.is_member(p) or p.ask is not None)]
         waiting = [p.waiting_since_ms for p in there if p.waiting_since_ms is not None]
         limit_ms = self.config.timeouts.timeout_ms
         for peer in there:
@@ -338,11 +357,15 @@ class Roster:
                     f"overdue: others wait, and it stands still at step {step} for {limit_ms} ms",
                 )
 
-    def forget_strangers(self, members: set[Process]) -> None:
-        """Drop lost processes on which nothing depends."""
-        for replica_id, peer in list(self.peers.items()):
-            if peer.lost is not None and peer.process not in members:
-                del self.peers[replica_id]
+    def forget_strangers(self, wanted: set[Process]) -> None:
+        """Drop lost processes on which nothing depends; ``wanted`` stay, and members of the last quorum."""
+        strangers = [
+            replica_id
+            for replica_id, peer in self.peers.items()
+            if peer.lost is not None and not self.is_member(peer) and peer.process not in wanted
+        ]
+        for replica_id in strangers:
+            del self.peers[replica_id]
 
     def _note_lost(self, process: Process, reason: str) -> None:
         fields = {"replica_id": process.replica_id, "incarnation": process.incarnation, "reason": reason}
