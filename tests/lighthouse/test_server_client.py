@@ -374,6 +374,31 @@ def test_the_daemon_starts_fast_serves_and_ends_on_sigterm(members: list[FakeMem
         daemon.communicate()
 
 
+def test_a_lighthouse_that_was_frozen_itself_loses_nobody(members: list[FakeMember]) -> None:
+    command = [sys.executable, "-m", "lighthouse", "--bind", LOOPBACK, "--expected_replicas", "2"]
+    command += ["--heartbeat_timeout_ms", "1500", "--store", "memory"]
+    daemon = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        assert daemon.stdout is not None
+        address = daemon.stdout.readline().split()[-1]
+        a, b = start(members, address, "ab")
+        daemon.send_signal(signal.SIGSTOP)
+        for member in (a, b):
+            member.wait_for(lambda m: False in m.connections)
+        daemon.send_signal(signal.SIGCONT)
+        for member in (a, b):
+            member.wait_for(lambda m: m.connections[-1:] == [True])
+        heard = [len(member.words) for member in (a, b)]
+        start(members, address, "c")
+        settle([a, b], "abc")
+        assert heard == [1, 1], "nobody was revoked"
+        assert a.quorum is not None
+        assert a.quorum.reason.startswith("c wants to join")
+    finally:
+        daemon.kill()
+        daemon.communicate()
+
+
 def test_the_lighthouse_imports_neither_torch_nor_torchft_plus() -> None:
     code = (
         "import sys, lighthouse.cli, lighthouse.server\n"
