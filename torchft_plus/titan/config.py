@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, cast
 
 from torchft_plus.config import FaultTolerance, RunFile
 from torchft_plus.strict_table import ConfigError, load_table, parse_overrides
@@ -146,6 +147,14 @@ def _check_enabled(config: TitanConfig) -> None:
         raise ConfigError(
             "optimizer.early_step_in_backward steps before the groups' gradients are averaged: remove it, "
             "or set fault_tolerance.enable = false."
+        )
+    linear: Any = config.tables.get("quantize", {}).get("linear", {})
+    if isinstance(linear, dict) and cast(Any, linear).get("float8", {}).get(
+        "precompute_float8_dynamic_scale_for_fsdp"
+    ):
+        raise ConfigError(
+            "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp leaves scales behind that a group which"
+            " comes back does not have: remove it, or set fault_tolerance.enable = false."
         )
     if config.tables.get("comm", {}).get("mode", "default") != "default":
         raise ConfigError(

@@ -126,6 +126,11 @@ def test_replica_id_comes_from_override_then_launcher_then_file(tmp_path: Path) 
         ("enable = true\nsemi_sync_method = 'diloco'", LIGHTHOUSE, "semi_sync_method"),
         ("enable = true\ngroup_size = 2\nmin_replica_size = 3", LIGHTHOUSE, "min_replica_size"),
         ("enable = true\n[optimizer]\nearly_step_in_backward = true", LIGHTHOUSE, "early_step_in_backward"),
+        (
+            "enable = true\n[quantize.linear.float8]\nprecompute_float8_dynamic_scale_for_fsdp = true",
+            LIGHTHOUSE,
+            "float8",
+        ),
         ("enable = true\n[comm]\nmode = 'fake_backend'", LIGHTHOUSE, "comm.mode"),
     ],
 )
