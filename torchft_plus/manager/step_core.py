@@ -159,7 +159,9 @@ class StepCore:
             return self._take()
         self.adopted, self.replica_rank = quorum, rank
         self._asked = False
-        self._change_wanted = self._leaving
+        others_hold = any(m.contributor and m.process != self.group.process for m in quorum.members)
+        # Who stays because nobody else has the state (F35) lets the joiners fetch it, and does not end each quorum.
+        self._change_wanted = self._leaving and others_hold
         self._hellos, self._configured, self._inbox, self._gone = {}, set(), {}, set()
         self._attempt = _Attempt(self.head.step + 1)
         self._note(f"adopted quorum {quorum.id} of {len(quorum.members)} as rank {rank}: {quorum.reason}")
@@ -299,6 +301,7 @@ class StepCore:
             if replay:
                 self.level = True
                 self._fetch_head = None
+                self._ask_again()
                 self._effects.append(Emit("level", {"step": self.head.step}))
                 self._note(f"level at step {self.head.step}")
             self._effects.append(Tell(pb.Word(boundary=pb.WordBoundary(replay=replay))))
@@ -324,6 +327,7 @@ class StepCore:
     def disk_saved(self, head: Head) -> list[Effect]:
         """A checkpoint of ``head`` is complete on disk."""
         self.disk_head = head
+        self._ask_again()
         return self._take()
 
     # --- time --------------------------------------------------------------------------------------------------------
@@ -500,6 +504,7 @@ class StepCore:
     def _commit(self, head: Head, summary: Summary) -> None:
         block = self._round(self._attempt.step, self._attempt.round).blocks.get(self.replica_rank)
         contributed = block is not None and block.weight > 0
+        self._change_wanted = self._change_wanted or (self._leaving and summary.contributors > contributed)
         self.head, self.voted, self._held = head, None, None
         word = pb.WordCommit(
             head=from_head(head),
@@ -562,6 +567,11 @@ class StepCore:
     def _ask(self) -> None:
         self._asked = True
         self._effects.append(SendUp(Ask(self.position(), self._leaving)))
+
+    def _ask_again(self) -> None:
+        """What the standing ask says about the state that this process holds has changed for the better."""
+        if self._asked:
+            self._ask()
 
     def _pin(self, head: Head, readers: int) -> None:
         """Keep ``head`` readable until everybody is level. Older pins stay: a joiner goes on with what it began (F31)."""

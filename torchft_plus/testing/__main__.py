@@ -22,7 +22,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help="stop after so much time")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     options = parser.parse_args(arguments)
-    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
+    seeds = (
+        [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
+    )
     started = time.monotonic()
     failed = ran = steps = events = 0
     for seed in seeds:
@@ -35,7 +37,9 @@ def main(arguments: list[str] | None = None) -> int:
         except AssertionError as error:
             failed += 1
             tail = traceback.extract_tb(error.__traceback__)[-1]
-            print(f"seed {seed}: {error or type(error).__name__} ({tail.filename.rsplit('/', 1)[-1]}:{tail.lineno})")
+            print(
+                f"seed {seed}: {error or type(error).__name__} ({tail.filename.rsplit('/', 1)[-1]}:{tail.lineno})"
+            )
             print("  replay: " + replay_command(seed, options.profile))
             if options.trace:
                 print("\n".join([*simulation.world.trace_lines(), *simulation.stories(), str(error)]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,8 @@ class Client:
         progress: Callable[[], Progress],
     ) -> None:
         self.last_heard_ms = world.now_ms
+        self.last_answered_ms = world.now_ms
+        self._unanswered: deque[int] = deque()
         self.end: End | None = None
         self._world = world
         self._network = network
@@ -85,8 +88,11 @@ class Client:
         session = self._session
         self._started_ms = self._world.now_ms
         self._outbox = []
+        self._unanswered = deque([self._world.now_ms])
         for message in self._greet():
-            self._outbox.append(Open(self._process, session, message) if isinstance(message, Hello) else message)
+            self._outbox.append(
+                Open(self._process, session, message) if isinstance(message, Hello) else message
+            )
         self._network.dial(
             self._life,
             LIGHTHOUSE_ADDRESS,
@@ -101,9 +107,7 @@ class Client:
         if session != self._session or self._outbox is None:
             end.close()
             return
-        end.attach(
-            lambda message: self._read(session, message), lambda reason: self._ended(session, reason)
-        )
+        end.attach(lambda message: self._read(session, message), lambda reason: self._ended(session, reason))
         self.end, outbox, self._outbox = end, self._outbox, None
         for message in outbox:
             end.send(message)
@@ -115,11 +119,14 @@ class Client:
         if isinstance(message, Ping):
             if self.end is not None:
                 self.end.send(Pong())
-        elif not isinstance(message, BeatAnswer):
+        elif isinstance(message, BeatAnswer):
+            self.last_answered_ms = self._unanswered.popleft()
+        else:
             self._on_message(message)
 
     def _beat(self, session: int) -> None:
         if session == self._session and (self.end is not None or self._outbox is not None):
+            self._unanswered.append(self._world.now_ms)
             if self.end is not None:
                 self.end.send(Beat(self._progress()))
             elif self._outbox is not None:

@@ -131,7 +131,9 @@ class Collective:
             if seat is culprit or silently or self._hindered(seat):
                 continue
             if not seat.built:
-                seat.life.after(self._world.between((0, 30)), self._build_failed, seat, "a peer left", culprit.rank)
+                seat.life.after(
+                    self._world.between((0, 30)), self._build_failed, seat, "a peer left", culprit.rank
+                )
             if self._world.chance(0.9):
                 delay_ms = self._world.between((0, 40))
                 blamed = culprit.rank if self._world.chance(0.5) else None

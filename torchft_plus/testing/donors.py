@@ -131,7 +131,9 @@ class Fetch:
         timeouts = self._world.settings.timeouts
         if isinstance(answer, State):
             self._on_first_byte()
-            self._reader.after(self._world.between(self._world.settings.transfer_ms), self._got, donor, answer)
+            self._reader.after(
+                self._world.between(self._world.settings.transfer_ms), self._got, donor, answer
+            )
             return
         limit_ms = timeouts.transfer_stall_ms * (1 if server is None else 4)
         if isinstance(answer, str) or self._waited_ms > limit_ms:

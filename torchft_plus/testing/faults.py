@@ -137,7 +137,9 @@ class Faults:
         self._cut([(a, b) for a in left for b in right] + [(b, a) for a in left for b in right])
 
     def _one_way(self, group: Group) -> None:
-        others = [f"host_{replica_id}" for replica_id in self._simulation.launcher.groups] + [LIGHTHOUSE_ADDRESS]
+        others = [f"host_{replica_id}" for replica_id in self._simulation.launcher.groups] + [
+            LIGHTHOUSE_ADDRESS
+        ]
         pairs = [(group.host, other) for other in others if other != group.host and self._world.chance(0.6)]
         self._cut(pairs if self._world.chance(0.5) else [(b, a) for a, b in pairs])
 
@@ -160,7 +162,11 @@ class Faults:
         for group in self._simulation.launcher.all:
             for life in group.lives:
                 for end in list(life.ends):
-                    if end.peer is not None and (life.host, end.peer.life.host) in pairs and self._world.chance(0.7):
+                    if (
+                        end.peer is not None
+                        and (life.host, end.peer.life.host) in pairs
+                        and self._world.chance(0.7)
+                    ):
                         self._simulation.network.break_connection(end, "no answer")
 
     def _break(self, group: Group) -> None:
@@ -183,7 +189,9 @@ class Faults:
         """SIGSTOP of one rank."""
         rank = self._world.between((0, group.ranks_count - 1))
         group.lives[rank].pause()
-        self._world.scheduler.after(self._world.settings.timeouts.heartbeat_timeout_ms, group.rank_frozen, rank)
+        self._world.scheduler.after(
+            self._world.settings.timeouts.heartbeat_timeout_ms, group.rank_frozen, rank
+        )
         self._for_a_while(self._duration(), group.lives[rank].wake)
 
     def _stall(self, group: Group) -> None:

@@ -60,7 +60,9 @@ class Group:
             for index in range(self.ranks_count)
         ]
         self.address = f"peer/{process}"
-        self.service = MeshService(self.network, self.lives[0], self.address, self.world.settings.timeouts.configure_ms)
+        self.service = MeshService(
+            self.network, self.lives[0], self.address, self.world.settings.timeouts.configure_ms
+        )
         self.client = Client(
             self.world,
             self.network,
@@ -123,7 +125,9 @@ class Group:
     def save(self, rank: Rank) -> None:
         """A level rank stands at a boundary: maybe write a checkpoint."""
         if rank.index == 0 and self.simulation.disk.wants(rank):
-            self.simulation.disk.write(self, rank.head, State(rank.content or "torn", tuple(sorted(rank.positions.items()))))
+            self.simulation.disk.write(
+                self, rank.head, State(rank.content or "torn", tuple(sorted(rank.positions.items())))
+            )
 
     def disk_saved(self, head: Head) -> None:
         """A checkpoint is complete on disk."""
@@ -226,7 +230,7 @@ class Group:
         core = self.core
         if core is None:
             return
-        core.last_heard_ms = self.client.last_heard_ms
+        core.last_heard_ms = self.client.last_answered_ms
         effects = event(core)
         core.validate()
         self.oracle.core_changed(self, core)
@@ -284,7 +288,9 @@ class Group:
             hello,
             timeout_ms=self.world.settings.timeouts.configure_ms,
             on_ready=lambda hellos: self._event(lambda core: core.mesh_ready(quorum.id, hellos, "")),
-            on_failed=lambda reason, peer: self._event(lambda core: core.mesh_failed(quorum.id, reason, peer)),
+            on_failed=lambda reason, peer: self._event(
+                lambda core: core.mesh_failed(quorum.id, reason, peer)
+            ),
             on_frame=self._on_peer_frame,
             on_lost=lambda peer, reason: self._event(lambda core: core.peer_lost(quorum.id, peer, reason)),
         )

@@ -25,7 +25,12 @@ class Checkpoints:
 
     def wants(self, rank: Rank) -> bool:
         """Whether to write one now."""
-        return self._kind != "none" and rank.head.step > 0 and rank.content is not None and self._world.chance(0.2)
+        return (
+            self._kind != "none"
+            and rank.head.step > 0
+            and rank.content is not None
+            and self._world.chance(0.2)
+        )
 
     def write(self, group: Group, head: Head, state: State) -> None:
         """Takes its time; complete or not there at all."""
@@ -64,7 +69,9 @@ class Launcher:
         content = initial_content(name)
         saved = simulation.disk.newest(replica_id)
         head, state = saved if saved is not None else (Head(0, 0, content), State(content))
-        group = Group(simulation, process, f"host_{replica_id}", head, state, head if saved is not None else None)
+        group = Group(
+            simulation, process, f"host_{replica_id}", head, state, head if saved is not None else None
+        )
         simulation.hosts[group.address] = group.host
         self.groups[replica_id] = group
         self.all.append(group)

@@ -39,6 +39,10 @@ class Disk:
     def __init__(self) -> None:
         self.record: Record | None = None
 
+    def accepts(self, expected_epoch: int | None) -> bool:
+        """True if the stored epoch is ``expected_epoch``."""
+        return (self.record.epoch if self.record is not None else None) == expected_epoch
+
 
 class Lighthouse:
     """One life of a Lighthouse."""
@@ -53,7 +57,9 @@ class Lighthouse:
         self._sessions: dict[tuple[Process, int], End] = {}
         self._die_at_store = ""
         self._q_stored = disk.record.q_last if disk.record is not None else None
-        self.core = QuorumCore(self.world.settings.core_config(), disk.record, clock_seconds, self._read_clock())
+        self.core = QuorumCore(
+            self.world.settings.core_config(), disk.record, clock_seconds, self._read_clock()
+        )
         simulation.network.listen(LIGHTHOUSE_ADDRESS, self.life, self._accept)
 
     @property
@@ -110,7 +116,9 @@ class Lighthouse:
                 key.append((message.process, message.session))
                 self._sessions[key[0]] = end
                 end.send(BeatAnswer())
-                self.world.trace(self.life.name, "session {} of {}: {}", message.session, message.process, message.hello)
+                self.world.trace(
+                    self.life.name, "session {} of {}: {}", message.session, message.process, message.hello
+                )
                 self._handle(Connected(message.process, message.session, message.hello))
             elif not key:
                 end.close()
@@ -195,8 +203,7 @@ class Lighthouse:
         if forms and self._die_at_store == "before":
             self.die("crashed before the write")
             return
-        stored_epoch = self.disk.record.epoch if self.disk.record is not None else None
-        if stored_epoch != effect.expected_epoch:
+        if not self.disk.accepts(effect.expected_epoch):
             self.die("another Lighthouse has taken over the store")
             return
         self.disk.record = effect.record

@@ -106,7 +106,10 @@ class Oracle:
                 continue
             if core.adopted.id != quorum.id and quorum.rank_of(group.process) is None:
                 if lighthouse.connected(group.process) and core.adopted.id == self._highest_stored:
-                    self.fail("R2", f"{group.process} is connected, is in quorum {core.adopted.id}, and was not heard")
+                    self.fail(
+                        "R2",
+                        f"{group.process} is connected, is in quorum {core.adopted.id}, and was not heard",
+                    )
                 group.stranded = True
 
     def _check_base(self, lighthouse: Lighthouse, quorum: Quorum, before: Quorum | None) -> None:
@@ -119,7 +122,10 @@ class Oracle:
         elif quorum.reload or self._rewound:
             self._total_loss(lighthouse, base, before)
         else:
-            self.fail("P2", f"quorum {quorum.id} goes on from {base}, the lineage is at {self.head_of_step[last_step]}")
+            self.fail(
+                "P2",
+                f"quorum {quorum.id} goes on from {base}, the lineage is at {self.head_of_step[last_step]}",
+            )
 
     def _extend(self, head: Head) -> None:
         if head.step > 0 and head.step not in self.head_of_step:
@@ -205,7 +211,9 @@ class Oracle:
         if here is None and head.step == last_step + 1:
             self._extend(head)
         elif here is None or key_of(here) != key_of(head):
-            self.fail("P2", f"{group.process} commits {head}, the lineage has {here} and is at step {last_step}")
+            self.fail(
+                "P2", f"{group.process} commits {head}, the lineage has {here} and is at step {last_step}"
+            )
 
     # --- ranks ----------------------------------------------------------------------------------------------------------
 
@@ -229,7 +237,10 @@ class Oracle:
         commit = self.commits.get(key)
         skipped = outcome.kind == "skipped"
         if not skipped and len(contributions) != round(outcome.total_weight):
-            self.fail("P1", f"{rank.name}: step {outcome.head} has weight {outcome.total_weight} and data of {contributions}")
+            self.fail(
+                "P1",
+                f"{rank.name}: step {outcome.head} has weight {outcome.total_weight} and data of {contributions}",
+            )
         if self._world.calm and commit is None:
             full = len(contributions) == self._world.settings.groups or (skipped and not contributions)
             self.calm_steps = self.calm_steps + 1 if full else 0
@@ -237,19 +248,28 @@ class Oracle:
             self._check_accounts(rank, outcome, contributions)
             self.commits[key] = commit = Commit("", contributions, skipped)
         elif (commit.contributions, commit.skipped) != (contributions, skipped):
-            self.fail("P1", f"{rank.name}: {outcome.head} has {contributions} {skipped}, others have {commit}")
+            self.fail(
+                "P1", f"{rank.name}: {outcome.head} has {contributions} {skipped}, others have {commit}"
+            )
         if rank.behind or rank.content is None:
             return
         contents = {g.computed_at for g in outcome.result}
         if len(contents) > 1:
-            self.fail("P1", f"{rank.name}: step {outcome.head} averages gradients of different states {outcome.result}")
+            self.fail(
+                "P1",
+                f"{rank.name}: step {outcome.head} averages gradients of different states {outcome.result}",
+            )
         self.stands(rank)
 
-    def _check_accounts(self, rank: Rank, outcome: Outcome, contributions: tuple[tuple[str, int], ...]) -> None:
+    def _check_accounts(
+        self, rank: Rank, outcome: Outcome, contributions: tuple[tuple[str, int], ...]
+    ) -> None:
         """P10: each batch of each replica is committed once, in order."""
         moved = {replica_id: batch + 1 for replica_id, batch in contributions}
         if outcome.kind != "skipped" and moved != outcome.positions:
-            self.fail("P10", f"step {outcome.head} commits {contributions}, its positions say {outcome.positions}")
+            self.fail(
+                "P10", f"step {outcome.head} commits {contributions}, its positions say {outcome.positions}"
+            )
         quorum = self.quorums[outcome.head.quorum_id]
         previous = outcome.head.step - 1
         key = self._parent(quorum, outcome.head)

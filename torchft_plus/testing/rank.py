@@ -59,7 +59,6 @@ class Rank:
         self.positions = dict(state.positions)
         self.behind = False
         self.leaving = False
-        self.left = False
         self.quorum: pb.WordConfigure | None = None
         self.phase, self.counter = "start", 0
         self.stall_ms = 0
@@ -214,12 +213,14 @@ class Rank:
 
     def _train(self) -> Training:
         self._touch("start")
-        self._report(pb.RankFrame(ready=pb.RankReady(initial_digest=self.content or "", state_address=self.address)))
+        self._report(
+            pb.RankFrame(ready=pb.RankReady(initial_digest=self.content or "", state_address=self.address))
+        )
         yield from self._wait_first_quorum()
         while True:
             self._touch("start")
-            if self.leaving:
-                yield from self._leave()
+            if self.leaving and (yield from self._may_leave()):
+                self._leave()
                 return
             if self.behind and (yield from self._boundary()):
                 self._replay()
@@ -334,6 +335,7 @@ class Rank:
             finite=not self.group.is_not_finite(self),
             weight=self._weight,
             positions=positions,
+            objects=self._objection,
         )
         self._posted, self._reported = key, False
         self._report(pb.RankFrame(posted=report))
@@ -358,6 +360,7 @@ class Rank:
             self.quorum, self._round = word.configure, 0
         elif body == "again":
             self._round = word.again.attempt.round
+            self._objection = self._objection or word.again.objects
         elif body == "commit":
             return self._commit(word.commit)
         elif body == "join":
@@ -380,7 +383,7 @@ class Rank:
         )
         self.head = to_head(word.head)
         self._round = 0
-        self.leaving = self.leaving or word.leaving
+        self.leaving = word.leaving
         self.server.before_update()
         kind = "skipped" if word.skip else "applied"
         positions, contributed = dict(word.positions), word.contributed
@@ -406,15 +409,23 @@ class Rank:
                 self.content = next_content(self.content, outcome.result)
         self.group.oracle.applied(self, outcome)
 
-    def _leave(self) -> Training:
-        """``Manager.shutdown``: ask once more to be let go, and wait for the confirmation, bounded."""
-        if self.index == 0:
-            self.group.leave_idle()
+    def _may_leave(self) -> Generator[object, None, bool]:
+        self.leaving = False
         deadline_ms = self.world.now_ms + self.world.settings.timeouts.shutdown_ms
         while self.world.now_ms < deadline_ms:
             if not self._mailbox:
                 yield 10
-            elif self._mailbox.popleft().WhichOneof("body") in ("left", "fatal"):
-                break
-        self.left = True
+                continue
+            word = self._mailbox.popleft()
+            if word.WhichOneof("body") == "left":
+                return True
+            self._handle(word)
+            if word.WhichOneof("body") == "configure":
+                return False
+        return True
+
+    def _leave(self) -> None:
+        """``Manager.shutdown``."""
+        if self.index == 0:
+            self.group.leave_idle()
         self.group.rank_left(self.index)

@@ -8,6 +8,14 @@ from random import Random
 from typing import Any
 
 
+MAX_EVENTS = 400_000
+"""A run has some thousands; one that never comes to rest is a live-lock."""
+
+
+class TooManyEvents(AssertionError):
+    """Something goes round in circles."""
+
+
 class Timer:
     """A scheduled call that can be taken back."""
 
@@ -48,6 +56,8 @@ class Scheduler:
                 continue
             self.now_ms = at_ms
             self.events += 1
+            if self.events > MAX_EVENTS:
+                raise TooManyEvents(f"liveness: {MAX_EVENTS} events, and no end")
             call(*arguments)
             if done is not None and done():
                 return True

@@ -97,9 +97,7 @@ class Simulation:
         self.start_lighthouse()
         self._keep_lighthouse()
         for index in range(settings.groups):
-            self.world.scheduler.after(
-                self.world.between((0, 100)), self.launcher.start, f"replica_{index}"
-            )
+            self.world.scheduler.after(self.world.between((0, 100)), self.launcher.start, f"replica_{index}")
         self.faults.plan()
         self.world.scheduler.run(settings.chaos_ms)
         self.world.calm = True
@@ -108,7 +106,9 @@ class Simulation:
             self.lighthouse.life.wake()
         start_ms = self.world.now_ms
         if not self.world.scheduler.run(start_ms + settings.calm_ms, self._together):
-            self.oracle.fail("liveness", f"no {CALM_STEPS} common steps within {settings.calm_ms} ms: {self._standing()}")
+            self.oracle.fail(
+                "liveness", f"no {CALM_STEPS} common steps within {settings.calm_ms} ms: {self._standing()}"
+            )
         return Report(
             seed=settings.seed,
             steps=max(self.oracle.head_of_step, default=0),
