@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from lighthouse.messages import Head
 from torchft_plus.titan.checkpoint import KEY, CommittedCheckpoints, SavedHead
@@ -109,6 +110,8 @@ class FaultTolerantMixin(_Stock):
             refuse_unshared_buffers(part, self.plugin.group_size)
             manager.state.register_module(f"model_{index}", part)
             parameters += [(f"{index}.{n}", p) for n, p in part.named_parameters() if p.requires_grad]
+        for _, parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(lay_out_gradient)  # before the reducer's hooks
         for index, optimizer in enumerate(self.optimizers):
             manager.state.register_optimizer(f"optimizer_{index}", optimizer)
         manager.state.register_values("titan", self._training_state.get, self._training_state.set)
@@ -295,6 +298,22 @@ class FaultTolerantMixin(_Stock):
 
 IGNORE_INDEX = -100
 """Label of a token that does not count, in torch and in torchtitan."""
+
+
+def lay_out_gradient(parameter: torch.Tensor) -> None:
+    """Let a gradient lie as its parameter does.
+
+    Tensor parallelism without FSDP leaves some as unsummed parts; the optimizer would lay them out in its step. All ranks of
+    a group run the same backward, so the collective that this may take comes in the same order on each.
+    """
+    gradient = parameter.grad
+    if (
+        isinstance(gradient, DTensor)
+        and isinstance(parameter, DTensor)
+        and gradient.placements != parameter.placements
+    ):
+        with torch.no_grad():
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 class _NamesBuffers(Protocol):
