@@ -192,15 +192,16 @@ class LighthouseDaemon:
         try:
             self._handle(job, Connected(*key, opening.hello))
             await asyncio.wait({reader, writer, self._stopping}, return_when=asyncio.FIRST_COMPLETED)
-            if session.end_reason:
-                context.set_details(session.end_reason)
-                await asyncio.wait({writer}, timeout=DRAIN_DEADLINE_S)
         finally:
             reader.cancel()
-            writer.cancel()
             del job.sessions[key]
             self._handle(job, Disconnected(*key))
+            # A write that is under way has to end before the status can be sent.
+            session.end("the stream is over")
+            await asyncio.wait({writer}, timeout=DRAIN_DEADLINE_S)
+            writer.cancel()
             results = await asyncio.gather(reader, writer, return_exceptions=True)
+        context.set_details(session.end_reason)
         for result in results:
             if isinstance(result, wire.WireError):
                 logger.warning("[%s] %s sent a bad message: %s", job.job_id, session.process, result)
