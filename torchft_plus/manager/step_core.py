@@ -97,6 +97,8 @@ class StepCore:
         """Replica ranks that fenced or died after their yes: this quorum ends with the current step."""
         self._change_wanted = False
         self._leaving = False
+        self._finished = False
+        self._formed_when_finished = 0
         self._asked = False
         self._fetch_head: Head | None = None
         self._fetch_failed = False
@@ -166,6 +168,9 @@ class StepCore:
         self._attempt = _Attempt(self.head.step + 1)
         self._note(f"adopted quorum {quorum.id} of {len(quorum.members)} as rank {rank}: {quorum.reason}")
         self._emit_quorum(quorum)
+        if self._finished:
+            self._leave_finished(quorum)
+            return self._take()
         joiners = sum(not member.contributor for member in quorum.members)
         if self.level and joiners:
             self._pin(quorum.base, joiners)
@@ -316,8 +321,9 @@ class StepCore:
         return self._take()
 
     def leave_wanted(self, idle: bool) -> list[Effect]:
-        """Leave in good order: at the next boundary, or at once if the group is ``idle`` between two steps."""
+        """Leave in good order: at the next boundary, or at once if the group is ``idle``: it will take no more steps."""
         self._leaving = self._change_wanted = True
+        self._finished = self._finished or idle
         if idle and self.in_force() and self.adopted is not None:
             self._fence(self.adopted.id, "leaving")
         elif not self.in_force():
@@ -369,6 +375,19 @@ class StepCore:
             self._join(base)
         self.voted, self._held = None, None
         return True
+
+    def _leave_finished(self, quorum: Quorum) -> None:
+        """In a quorum although this group takes no more steps: the ask that says so came too late, so ask again.
+
+        If it is in one again, nobody else holds the state; but who does not step cannot bring anybody level either.
+        """
+        self._formed_when_finished += 1
+        if self._formed_when_finished == 1:
+            self._fence(quorum.id, "this group has finished")
+        else:
+            self._end("this group has finished")
+            self._effects.append(Tell(pb.Word(left=pb.WordLeft())))
+            self._effects.append(Emit("left", {"reason": self.ended}))
 
     def _join(self, base: Head) -> None:
         """Become a joiner at ``base``: own step and saved gradients are dropped (rules M5, M6)."""
