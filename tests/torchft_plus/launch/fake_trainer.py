@@ -35,6 +35,14 @@ def words(now: int) -> set[str]:
     return found
 
 
+def wait_for_the_others() -> None:
+    """In the first life every group waits for all others, so that a busy machine lets none finish before another began."""
+    deadline = time.monotonic() + 60
+    for index in range(int(os.environ.get("FAKE_TOGETHER", "0"))):
+        while not (EVENTS / f"replica_{index}.0.jsonl").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+
 def furthest() -> int:
     steps = [0]
     for log in EVENTS.glob("replica_*.0.jsonl"):
@@ -63,6 +71,8 @@ def main() -> None:
         subprocess.Popen(["sleep", "600"])
     log = EventLog(EVENTS / f"{REPLICA}.{RANK}.jsonl", f"{REPLICA}.{RANK}")
     log.emit("start", pid=os.getpid(), incarnation=os.environ["TORCHFT_PLUS_INCARNATION"], group_rank=RANK)
+    if life() == 2:  # the line "start" of this life is written already
+        wait_for_the_others()
     time.sleep(float(os.environ.get("FAKE_START_S", "0")) if life() > 2 else 0)
     step = furthest()
     first = step
