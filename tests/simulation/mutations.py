@@ -140,11 +140,19 @@ def heads_by_step(m: pytest.MonkeyPatch) -> None:
 
 @mutation("L3: only asks that echo the last id count")
 def ask_without_echo(m: pytest.MonkeyPatch) -> None:
-    m.setattr(forming, "counts", lambda peer, q_last: peer.ask is not None)
+    m.setattr(Roster, "counts", lambda self, peer: peer.ask is not None)
 
 
 @mutation("M4: nothing is posted at or below the floor")
 def acts_after_its_ask(m: pytest.MonkeyPatch) -> None:
+    original = StepCore._fence
+
+    def fence(self: StepCore, quorum_id: int, reason: str) -> None:
+        voted = self._attempt.voted
+        original(self, quorum_id, reason)
+        self._attempt.voted, self._attempt.waiting_since_ms = voted, None
+
+    m.setattr(StepCore, "_fence", fence)
     m.setattr(StepCore, "in_force", lambda self: self.adopted is not None and self.ended is None)
     m.setattr(StepCore, "_abort_lanes", lambda self, quorum_id, reason: None)
 

@@ -26,6 +26,8 @@ PROFILES: dict[str, dict[str, int]] = {
         "no_lighthouse": 3,
     },
     "members": {"leave": 5, "crash": 4, "power_loss": 2, "break": 2, "pause": 2, "object": 2},
+    "names": {"duplicate": 6, "crash": 4, "lighthouse_pause": 3, "break": 2, "pause": 1},
+    "outage": {"deaf": 6, "crash": 6, "hibernate": 3, "partition": 1},
     "all": {
         "crash": 6,
         "power_loss": 2,
@@ -40,6 +42,8 @@ PROFILES: dict[str, dict[str, int]] = {
         "leave": 2,
         "object": 1,
         "duplicate": 1,
+        "deaf": 1,
+        "hibernate": 1,
         "lighthouse_crash": 3,
         "lighthouse_disk": 1,
         "lighthouse_store": 2,
@@ -150,6 +154,26 @@ class Faults:
 
     def _no_lighthouse(self, group: Group) -> None:
         self._cut([(group.host, LIGHTHOUSE_ADDRESS), (LIGHTHOUSE_ADDRESS, group.host)])
+
+    def _deaf(self, group: Group) -> None:
+        """Nobody but one reaches the Lighthouse, for longer than the outage limit may be."""
+        hosts = [f"host_{replica_id}" for replica_id in self._simulation.launcher.groups]
+        pairs = [(host, LIGHTHOUSE_ADDRESS) for host in hosts if host != group.host]
+        pairs += [(b, a) for a, b in pairs]
+        self._simulation.network.cut_off(pairs)
+        self._for_a_while(self._long(), lambda: self._simulation.network.heal(pairs))
+
+    def _hibernate(self, group: Group) -> None:
+        """All groups but one stand still, for longer than the outage limit may be."""
+        duration = self._long()
+        for other in self._simulation.launcher.groups.values():
+            if other is not group:
+                for life in other.lives:
+                    life.pause()
+                    self._for_a_while(duration, life.wake)
+
+    def _long(self) -> tuple[int, int]:
+        return (self._world.settings.timeouts.outage_limit_ms // 2, 2 * self._world.settings.timeouts.outage_limit_ms)
 
     def _cut(self, pairs: list[tuple[str, str]]) -> None:
         network = self._simulation.network

@@ -24,6 +24,8 @@ class Life:
         self.name = name
         self.alive = True
         self.paused = False
+        self.woken_ms = 0
+        """When the last pause ended."""
         self.ends: dict[End, None] = {}
         self.addresses: list[str] = []
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
@@ -51,6 +53,7 @@ class Life:
         if not self.paused:
             return
         self.paused = False
+        self.woken_ms = self.world.now_ms
         self.world.trace(self.name, "wakes")
         backlog, self._backlog = self._backlog, []
         for call, arguments in backlog:
@@ -152,6 +155,8 @@ class Network:
         self._blocked: set[tuple[str, str]] = set()
         self._held: dict[tuple[str, str], list[Callable[[], None]]] = {}
         self._listeners: dict[str, tuple[Life, Callable[[End], None]]] = {}
+        self.healed_ms = 0
+        """When the last partition healed."""
         self.dark: set[str] = set()
         """Addresses whose machine lost its power: nobody answers, not even to refuse."""
 
@@ -160,6 +165,11 @@ class Network:
     def blocked(self, source: str, target: str) -> bool:
         """True if nothing passes from ``source`` to ``target``."""
         return (source, target) in self._blocked
+
+    @property
+    def is_blocked(self) -> bool:
+        """True while there is any partition."""
+        return bool(self._blocked)
 
     def cut_off(self, pairs: list[tuple[str, str]]) -> None:
         """Block directed pairs of hosts."""
@@ -171,6 +181,7 @@ class Network:
         pairs = sorted(self._blocked) if pairs is None else pairs
         if pairs:
             self.world.trace("network", "heals {}", pairs)
+            self.healed_ms = self.world.now_ms
         for pair in pairs:
             self._blocked.discard(pair)
             for call in self._held.pop(pair, []):

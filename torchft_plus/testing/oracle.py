@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lighthouse.core.words import Record
-from lighthouse.messages import Down, Form, Head, Process, Quorum
+from lighthouse.messages import Down, Form, Head, Process, Quorum, Retired
 from torchft_plus.manager.step_core import StepCore
 from torchft_plus.pb import peer_pb2 as pb
 from torchft_plus.testing.content import Gradient, State, next_content
@@ -52,6 +52,8 @@ class Oracle:
         self.commits: dict[Key, Commit] = {}
         self.total_losses = 0
         self._highest_stored = 0
+        self.disk_lost = False
+        """The store was lost since the last quorum was formed."""
         self._rewound = False
         """A lost store came back with an older quorum, because everybody of the newer ones is away."""
         self._outcomes: dict[Process, list[tuple[str, Head]]] = {}
@@ -74,7 +76,7 @@ class Oracle:
         if quorum is None or quorum.id in self.quorums:
             if quorum is not None and self.quorums[quorum.id] != quorum:
                 self.fail("P2", f"two quorums have the id {quorum.id}")
-            if quorum is not None and first and quorum.id < self._highest_stored:
+            if quorum is not None and first and self.disk_lost and quorum.id < self._highest_stored:
                 self._strand(lighthouse, quorum)
                 self._rewound = True
             return
@@ -82,11 +84,11 @@ class Oracle:
             self.fail("P2", f"quorum id {quorum.id} is not above {self._highest_stored}")
         self._highest_stored = quorum.id
         self.quorums[quorum.id] = quorum
-        if first and self._highest_step() > 0:
+        if first and self.disk_lost and self._highest_step() > 0:
             self._founded_again(lighthouse, quorum)
         else:
             self._check_base(lighthouse, quorum, before)
-        self._rewound = False
+        self._rewound = self.disk_lost = False
 
     def _highest_step(self) -> int:
         return max(self.head_of_step, default=0)
@@ -169,6 +171,22 @@ class Oracle:
                 self.fail("L4", f"quorum {quorum.id} is sent to {process}, who is not in it")
             if record is None or record.q_last != quorum:
                 self.fail("L1", f"quorum {quorum.id} is told and not stored")
+        elif isinstance(message, Retired) and "replaced by" in message.reason:
+            for group in self.groups:
+                if group.process == process and self._is_well(group):
+                    self.fail("L7", f"{process} lives, answers, and {message.reason}")
+
+    def _is_well(self, group: Group) -> bool:
+        """True if this group has been reachable and quick for long enough to answer a ping."""
+        limit_ms = self._world.settings.timeouts.heartbeat_timeout_ms
+        network, life = group.network, group.lives[0]
+        return (
+            life.alive
+            and not life.paused
+            and not network.is_blocked
+            and self._world.settings.slow_message_chance == 0
+            and self._world.now_ms - max(life.woken_ms, network.healed_ms, group.started_ms) > 2 * limit_ms
+        )
 
     # --- step cores ---------------------------------------------------------------------------------------------------
 
@@ -242,7 +260,7 @@ class Oracle:
                 f"{rank.name}: step {outcome.head} has weight {outcome.total_weight} and data of {contributions}",
             )
         if self._world.calm and commit is None:
-            full = len(contributions) == self._world.settings.groups or (skipped and not contributions)
+            full = len(contributions) == self._world.settings.groups
             self.calm_steps = self.calm_steps + 1 if full else 0
         if commit is None:
             self._check_accounts(rank, outcome, contributions)
@@ -260,6 +278,13 @@ class Oracle:
                 f"{rank.name}: step {outcome.head} averages gradients of different states {outcome.result}",
             )
         self.stands(rank)
+
+    def leaves(self, rank: Rank) -> None:
+        """F35: who leaves was let go, or waited in vain for an answer."""
+        core = rank.group.core
+        waited_ms = self._world.now_ms - rank.asked_to_go_ms
+        if core is not None and core.ended is None and waited_ms < self._world.settings.timeouts.shutdown_ms:
+            self.fail("F35", f"{rank.name} leaves at {rank.head} before the Lighthouse has let it go")
 
     def _check_accounts(
         self, rank: Rank, outcome: Outcome, contributions: tuple[tuple[str, int], ...]

@@ -59,6 +59,8 @@ class Rank:
         self.positions = dict(state.positions)
         self.behind = False
         self.leaving = False
+        self.asked_to_go_ms = 0
+        """When it was told to leave after the step: it waits for an answer for so long."""
         self.quorum: pb.WordConfigure | None = None
         self.phase, self.counter = "start", 0
         self.stall_ms = 0
@@ -220,6 +222,7 @@ class Rank:
         while True:
             self._touch("start")
             if self.leaving and (yield from self._may_leave()):
+                self.group.oracle.leaves(self)
                 self._leave()
                 return
             if self.behind and (yield from self._boundary()):
@@ -366,6 +369,7 @@ class Rank:
         elif body == "join":
             self.server.withdraw()
             self._reset_fetch()
+            self._recorded, self._positions_since_join = [], {}
             self.behind, self.head, self._join_epoch = True, to_head(word.join.head), word.join.epoch
             return Outcome("refused", self.head)
         elif body == "donors":
@@ -384,6 +388,7 @@ class Rank:
         self.head = to_head(word.head)
         self._round = 0
         self.leaving = word.leaving
+        self.asked_to_go_ms = self.world.now_ms
         self.server.before_update()
         kind = "skipped" if word.skip else "applied"
         positions, contributed = dict(word.positions), word.contributed
@@ -392,7 +397,6 @@ class Rank:
     def _apply(self, outcome: Outcome) -> Training:
         if outcome.kind == "refused":
             self.group.oracle.refused(self, self._gradient)
-            self._recorded, self._positions_since_join = [], {}
             return
         self.positions.update(outcome.positions)
         if self.behind:
@@ -411,7 +415,7 @@ class Rank:
 
     def _may_leave(self) -> Generator[object, None, bool]:
         self.leaving = False
-        deadline_ms = self.world.now_ms + self.world.settings.timeouts.shutdown_ms
+        deadline_ms = self.asked_to_go_ms + self.world.settings.timeouts.shutdown_ms
         while self.world.now_ms < deadline_ms:
             if not self._mailbox:
                 yield 10

@@ -70,6 +70,7 @@ class Simulation:
             self.lighthouse.die("crashed")
         if lose_disk:
             self.lighthouse_disk = Disk()
+            self.oracle.disk_lost = True
 
     def _keep_lighthouse(self) -> None:
         if self.lighthouse is None or not self.lighthouse.alive:
@@ -177,4 +178,9 @@ def settings_of(seed: int, profile: str | None = None, **changes: object) -> Set
     )
     if profile is not None:
         changes["profile"] = profile
-    return replace(settings, **changes)
+    settings = replace(settings, **changes)
+    if settings.profile == "outage":
+        # The limit has to be reached within the run, and whoever is left has to found anew.
+        timeouts = replace(settings.timeouts, outage_limit_ms=2_000)
+        settings = replace(settings, timeouts=timeouts, min_replicas=1, chaos_ms=12_000, restart_timeout_ms=200)
+    return settings
