@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import struct
 from collections.abc import Awaitable, Callable
 
@@ -178,6 +180,26 @@ def test_a_broken_connection_is_news() -> None:
             await members[rank].until(lambda rank=rank: bool(members[rank].lost))
             assert [peer for peer, _ in members[rank].lost] == [1]
         assert members[1].lost == []
+
+    run(test)
+
+
+def test_a_forked_child_does_not_hide_its_parents_death() -> None:
+    """A data loader's worker outlives its killed trainer for a while; the peers must notice all the same."""
+
+    async def test() -> None:
+        members = await leaders(2)
+        meshes = await connected(members, quorum_of(members))
+        child = os.fork()
+        if child == 0:
+            signal.pause()
+            os._exit(0)
+        try:
+            meshes[0].close()
+            await members[1].until(lambda: bool(members[1].lost))
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
     run(test)
 

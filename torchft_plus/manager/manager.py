@@ -29,7 +29,7 @@ from torchft_plus.manager.transport import join_address, split_address
 from torchft_plus.pb import peer_pb2 as pb
 from torchft_plus.process_group.wrappers import ProcessGroup
 from torchft_plus.reduce.recorded import RecordedOperations, RecordedWork
-from torchft_plus.reduce.reduction import Reduction
+from torchft_plus.reduce.reduction import AttachedReduction
 from torchft_plus.state.catch_up import CatchUp
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.registry import StateRegistry
@@ -121,6 +121,8 @@ class Manager:
         self._started = False
         self._in_step = False
         self._last: StepOutcome | None = None
+        self._early: StepOutcome | None = None
+        """How the running step ended, if its backward finished it."""
         self._commits = self._refusals = 0
         self._weight = 1.0
         self._positions: dict[str, int] = {}
@@ -150,6 +152,7 @@ class Manager:
         )
         self.catch_up = CatchUp(self.state, catch_up_max_steps)
         self._recorded = RecordedOperations()
+        self._attached: list[AttachedReduction] = []
         self._lanes = LaneBuilder(
             pg.backend(),
             settings.job_id,
@@ -178,11 +181,32 @@ class Manager:
 
     # --- the step --------------------------------------------------------------------------------------------------
 
-    def attach(self, reduction: Reduction) -> None:
+    def attach(self, reduction: AttachedReduction) -> None:
         """Make ``reduction`` part of every step. Before the first step."""
         if self._started:
             raise ManagerError("attach() after the first step: wrap the model before training starts")
+        if self._attached:
+            reduction.follow(self._attached[-1])
+        self._recorded.follow(reduction)
+        self._attached.append(reduction)
         self._loop.reductions.append(reduction)
+
+    def backward_ended(self) -> None:
+        """The step's last backward has ended: finish the step, so that whoever clips next sees the averages.
+
+        ``DistributedDataParallel`` calls it at the end of a backward outside ``no_sync``; ``should_commit`` then tells
+        how the step ended.
+
+        Raises:
+            ManagerError: a second backward in one step, whose gradients would stay local.
+        """
+        if self._in_step:
+            self._early = self.finish_step()
+        elif self._early is not None:
+            raise ManagerError(
+                "a second backward in one step would add local gradients to averaged ones: "
+                "run all but the last backward of a step within no_sync()"
+            )
 
     def set_weight(self, weight: float) -> None:
         """Contribution weight of this group from the next step on (default 1): averages are weighted by it."""
@@ -204,6 +228,7 @@ class Manager:
         caught_up = False
         if self._loop.behind:
             caught_up = self._catch_up()
+        self._early = None
         self._loop.begin(self._weight)
         self._install_lane()
         self._in_step = True
@@ -276,7 +301,8 @@ class Manager:
         say) is gone then: do it again if ``results_changed`` says so.
         """
         del timeout
-        return self.finish_step().applied
+        early, self._early = self._early, None
+        return (early or self.finish_step()).applied
 
     def report_error(self, error: Exception) -> None:
         """Something failed locally in this step: this group contributes nothing to it."""
@@ -416,6 +442,8 @@ class Manager:
         report = self._fetcher.report
         if report is None or not self._take_values() or not self.catch_up.replay(report):
             raise ManagerError("the state was fetched, but the recorded steps could not be replayed")
+        for reduction in self._attached:
+            reduction.caught_up()
         self._fetcher.reset()
         self.catch_up.reset()
         self._overflows = 0

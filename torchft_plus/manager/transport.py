@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import Callable
 from typing import cast
@@ -11,6 +12,22 @@ from google.protobuf.message import DecodeError, Message
 
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 HEADER_BYTES = 4
+
+
+_open_descriptors: set[int] = set()
+
+
+def _close_in_forked_child() -> None:
+    """A forked worker (of a data loader, say) must not keep connections alive that would tell of its parent's death."""
+    for descriptor in _open_descriptors:
+        try:
+            os.close(descriptor)
+        except OSError:
+            continue  # it was being closed while the process forked
+    _open_descriptors.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_forked_child)
 
 
 class FrameConnection(asyncio.Protocol):
@@ -34,6 +51,7 @@ class FrameConnection(asyncio.Protocol):
         self._buffer = bytearray()
         self._transport: asyncio.Transport | None = None
         self._closed = False
+        self._descriptor = -1
         self._early: list[Message] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -41,6 +59,8 @@ class FrameConnection(asyncio.Protocol):
         sock: socket.socket | None = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._descriptor = sock.fileno()
+            _open_descriptors.add(self._descriptor)
 
     def data_received(self, data: bytes) -> None:
         self._buffer += data
@@ -62,6 +82,7 @@ class FrameConnection(asyncio.Protocol):
             self.on_frame(self, message)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        _open_descriptors.discard(self._descriptor)
         if not self._closed:
             self._closed = True
             self.on_lost(self, str(exc) if exc else "closed by peer")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -12,20 +12,17 @@ from torch.utils._pytree import tree_leaves
 
 from torchft_plus.reduce.layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MEBIBYTE
 from torchft_plus.reduce.reducer import GradientReducer
-from torchft_plus.reduce.reduction import Reduction
+from torchft_plus.reduce.reduction import AttachedReduction
 
 
 class AttachingManager(Protocol):
     """What is needed of a Manager."""
 
-    def attach(self, reduction: Reduction) -> None: ...
+    def attach(self, reduction: AttachedReduction) -> None: ...
 
-
-@runtime_checkable
-class BackwardListener(Protocol):
-    """A Manager that finishes the reduction of a step when its backward ends, so that clipping sees averages."""
-
-    def backward_ended(self) -> None: ...
+    def backward_ended(self) -> None:
+        """Finish the step, so that clipping after the backward sees the averages."""
+        ...
 
 
 class DistributedDataParallel(nn.Module):
@@ -70,7 +67,7 @@ class DistributedDataParallel(nn.Module):
             buffers=persistent if buffers == "reduce" else (),
             local_buffers=persistent if buffers == "local" else (),
         )
-        self._listener = manager if isinstance(manager, BackwardListener) else None
+        self._manager = manager
         self._last_backward = True
         self._callback_queued = False
         manager.attach(self.reducer)
@@ -87,11 +84,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
-        """Within the block backwards only accumulate: further micro-batches of the step follow.
-
-        Without it accumulation is right as well, as long as the Manager does not finish steps by itself at the end
-        of a backward.
-        """
+        """Within the block backwards only accumulate: further micro-batches of the step follow."""
         before, self._last_backward = self._last_backward, False
         try:
             with self.reducer.held():
@@ -120,8 +113,7 @@ class DistributedDataParallel(nn.Module):
     def _backward_ended(self) -> None:
         self._callback_queued = False
         self.reducer.flush()
-        if self._listener is not None:
-            self._listener.backward_ended()
+        self._manager.backward_ended()
 
 
 def _persistent_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -20,8 +20,7 @@ from torch.distributed import ReduceOp
 from torchft_plus.process_group.lane import Lane, LaneError, Operation
 from torchft_plus.process_group.operation import REDUCIBLE_DTYPES, ended
 from torchft_plus.reduce.local_tensors import local_part
-from torchft_plus.reduce.order import Predecessor
-from torchft_plus.reduce.reduction import Posted
+from torchft_plus.reduce.reduction import AttachedReduction, Posted
 
 _NO_LANE = LaneError("there is no lane yet: the operation is posted when the step is finished")
 
@@ -176,12 +175,12 @@ class RecordedOperations:
         self._again = False
         self._released = 0
         """So many of the works are posted on the lane."""
-        self._predecessor: Predecessor | None = None
+        self._predecessor: AttachedReduction | None = None
         self.results_changed = False
         """The last commit replaced a result that the caller had waited for and then changed: it must be changed again."""
 
-    def follow(self, predecessor: Predecessor) -> None:
-        """Post nothing of a step before ``predecessor`` has posted everything of it: see ``order.py``.
+    def follow(self, predecessor: AttachedReduction) -> None:
+        """Post nothing of a step before ``predecessor`` has posted everything of it: see ``AttachedReduction``.
 
         What is started earlier than that is posted, with all of the predecessor's, when somebody waits for it after
         the backward, or when the step is finished.

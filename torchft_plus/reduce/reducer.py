@@ -17,9 +17,8 @@ from torchft_plus.process_group.lane import Lane, Operation
 from torchft_plus.reduce.layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, plan
 from torchft_plus.reduce.local_tensors import gradient_entry, local_gradient, local_part, set_gradient
 from torchft_plus.reduce.model_buffers import ModelBuffers
-from torchft_plus.reduce.order import Predecessor
 from torchft_plus.reduce.readiness import Readiness
-from torchft_plus.reduce.reduction import Posted
+from torchft_plus.reduce.reduction import AttachedReduction, Posted
 from torchft_plus.reduce.staging import StagedBucket
 from torchft_plus.reduce.streams import streams_for
 
@@ -75,7 +74,7 @@ class GradientReducer:
         self._buffers = ModelBuffers(buffers, local_buffers)
         self._buffer_operations: tuple[Operation, ...] | None = None
         self._marks: list[list[Any]] = [[] for _ in self._buckets]
-        self._predecessor: Predecessor | None = None
+        self._predecessor: AttachedReduction | None = None
         self._lane: Lane | None = None
         self._weight = 1.0
         self._last_total_weight = 0.0
@@ -171,8 +170,8 @@ class GradientReducer:
 
     # --- order on the lane -------------------------------------------------------------------------------------------
 
-    def follow(self, predecessor: Predecessor) -> None:
-        """Post nothing of a step before ``predecessor`` has posted everything of it: see ``order.py``."""
+    def follow(self, predecessor: AttachedReduction) -> None:
+        """Post nothing of a step before ``predecessor`` has posted everything of it: see ``AttachedReduction``."""
         self._predecessor = predecessor
 
     def is_posted(self) -> bool:
@@ -202,7 +201,7 @@ class GradientReducer:
         finally:
             self._held = False
 
-    def reapply_buffers(self) -> None:
+    def caught_up(self) -> None:
         """Write the last step's reduced buffers once more, after a fetched older state has replaced them."""
         if self._last_total_weight:
             self._buffers.write_back(self._last_total_weight)

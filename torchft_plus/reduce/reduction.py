@@ -57,3 +57,28 @@ class Reduction(Protocol):
     def discard(self) -> None:
         """The step was refused: local inputs are dropped, nothing is left behind."""
         ...
+
+
+class AttachedReduction(Reduction, Protocol):
+    """A reduction that shares its lane with others (``Manager.attach``).
+
+    A lane matches operations by their order. When hooks post depends on what a replica has learned so far, so the
+    reductions of a step follow each other: none posts before the one before it has posted everything.
+    """
+
+    def follow(self, predecessor: AttachedReduction) -> None:
+        """Post nothing of a step before ``predecessor`` has posted everything of it."""
+        ...
+
+    def is_posted(self) -> bool:
+        """True if everything of this step has been posted."""
+        ...
+
+    def may_post(self) -> bool:
+        """True once this step's inputs can be complete: ``post`` would not be premature."""
+        ...
+
+    def caught_up(self) -> None:
+        """A fetched state has replaced this replica's, and recorded steps were replayed on it: put back what the
+        reduction itself had written since."""
+        ...

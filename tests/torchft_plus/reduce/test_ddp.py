@@ -24,6 +24,9 @@ class PlainManager:
     def attach(self, reduction: Reduction) -> None:
         self.reductions.append(reduction)
 
+    def backward_ended(self) -> None:
+        """The test finishes the step itself."""
+
 
 class EndingManager(PlainManager):
     """Averages when backward ends."""

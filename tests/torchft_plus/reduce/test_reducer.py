@@ -393,7 +393,7 @@ def _buffers(rank: Rank) -> list[float]:
     means = _sum(votes, torch.stack([local * weights[rank.rank]])) / 4
     torch.testing.assert_close(norm.running_mean[:1], means)  # type: ignore[index]
     norm.running_mean.zero_()  # type: ignore[union-attr]
-    reducer.reapply_buffers()
+    reducer.caught_up()
     torch.testing.assert_close(norm.running_mean[:1], means)  # type: ignore[index]
     return [float(norm.running_mean[0]), float(norm.num_batches_tracked)]  # type: ignore[index, arg-type]
 
