@@ -186,11 +186,13 @@ class LighthouseDaemon:
                 grpc.StatusCode.INVALID_ARGUMENT, f"session {opening.session} is open already"
             )
         session = job.sessions[key] = Session(*key)
-        session.put(BEAT_ANSWER)
         reader = asyncio.create_task(self._read(job, session, context))
         writer = asyncio.create_task(self._write(session, context))
         try:
             self._handle(job, Connected(*key, opening.hello))
+            # After what the core has to say: the answer ends an outage for the member (rule M8), and it must not act
+            # under its quorum between the answer and a revocation.
+            session.put(BEAT_ANSWER)
             await asyncio.wait({reader, writer, self._stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             reader.cancel()
@@ -230,8 +232,8 @@ class LighthouseDaemon:
                 return
             match wire.decode_up(data):
                 case Beat() as beat:
-                    session.put(BEAT_ANSWER)
                     self._handle(job, Received(process, number, beat))
+                    session.put(BEAT_ANSWER)
                 case (Ask() | Fault()) as message:
                     self._handle(job, Received(process, number, message))
                 case wire.Pong():

@@ -51,10 +51,13 @@ class QuorumCore:
         self._highest_step = 0
         self._reported: Quorum | None = None
         self._reported_ms = now_ms
+        self._ended_id = 0
+        """The last quorum of a run that ended in good order."""
         self._round: Round | None = None
         self._fault: str | None = None
         self._total_loss_since_ms: int | None = None
         self._seniority: dict[Process, int] = {}
+        """Since which quorum each member has been in without a break."""
         self._effects: list[Effect] = []
         self._wakeups = Wakeups(now_ms)
         self._blame = Blame(config.timeouts.heartbeat_timeout_ms)
@@ -152,7 +155,7 @@ class QuorumCore:
             case ExitSeen():
                 self._exit_seen(event.process)
             case Resumed():
-                self._roster.window_until_ms = self._wakeups.now_ms + self.config.restart_grace_ms
+                self._roster.resumed()
                 self._chronicle.tell("this Lighthouse was paused: members get the time to reconnect")
         return True
 
@@ -233,7 +236,7 @@ class QuorumCore:
         self._highest_id = max(self._highest_id, *(i for i in ids if i >> 32 < MAX_EPOCH))
         self._highest_step = max(self._highest_step, position.head.step)
         newest = max((q.id for q in (self.q_last, self._reported) if q is not None), default=0)
-        if quorum is not None and newest < quorum.id <= self._highest_id:
+        if quorum is not None and max(newest, self._ended_id) < quorum.id <= self._highest_id:
             if self._reported is None:
                 self._reported_ms = self._wakeups.now_ms
             self._reported = quorum
@@ -348,6 +351,7 @@ class QuorumCore:
                 self._total_loss_since_ms = None
             if plan.release_leavers:
                 self._release_leavers(set())
+                self._end_if_all_left()
             if plan.start_over:
                 self._start_over()
             self._chronicle.wait(plan.text)
@@ -390,10 +394,10 @@ class QuorumCore:
         self._store()
         if plan.announce:
             self._chronicle.announce(plan.announce)
+        self._seniority = {p.process: self._seniority.get(p.process, quorum.id) for p in plan.members}
         form = Form(quorum)
         for peer in plan.members:
             self._effects.append(Send(peer.process, peer.session, form))
-            self._seniority.setdefault(peer.process, len(self._seniority))
             peer.had_quorum = peer.greeted = True
             peer.ask, peer.named = None, False
         self._release_leavers({p.process for p in plan.members})
@@ -412,6 +416,16 @@ class QuorumCore:
         for peer in list(self._roster.peers.values()):
             if peer.ask is not None and peer.ask.leaving and peer.process not in staying:
                 self._roster.retire(peer.process, "it left in good order", left=True)
+
+    def _end_if_all_left(self) -> None:
+        """A run that ended in good order leaves nothing for which the next run of this job should wait."""
+        if self.q_last is None or any(m.process not in self._roster.gone for m in self.q_last.members):
+            return
+        self._chronicle.tell(f"all members of quorum {self.q_last.id} have left: the run has ended")
+        self._ended_id = self.q_last.id
+        self._roster.set_last(None)
+        self._round, self._fault, self._total_loss_since_ms = None, None, None
+        self._store()
 
     def _start_over(self) -> None:
         """The worst total loss: joiners are left alone, without even an initial state."""

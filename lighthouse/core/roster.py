@@ -118,10 +118,11 @@ class Roster:
         peer = self.peer(process)
         return peer if peer is not None and peer.connected and peer.session == session else None
 
-    def set_last(self, quorum: Quorum) -> None:
-        """``quorum`` is the last one from now on."""
+    def set_last(self, quorum: Quorum | None) -> None:
+        """``quorum`` is the last one from now on; None: the run has ended."""
         self.q_last = quorum
-        self.ranks = {member.process: rank for rank, member in enumerate(quorum.members)}
+        members = quorum.members if quorum is not None else ()
+        self.ranks = {member.process: rank for rank, member in enumerate(members)}
 
     def is_member(self, peer: Peer) -> bool:
         """True if ``peer`` is in the last quorum."""
@@ -276,6 +277,13 @@ class Roster:
             peer.waiting_since_ms = None
         elif moved or peer.waiting_since_ms is None:
             peer.waiting_since_ms = now_ms
+
+    def resumed(self) -> None:
+        """This Lighthouse was paused: what its peers said meanwhile is still to be read (F22)."""
+        self.window_until_ms = self.wakeups.now_ms + self.config.restart_grace_ms
+        for peer in self.peers.values():
+            if peer.connected:
+                peer.heard_ms = self.wakeups.now_ms
 
     # --- going ------------------------------------------------------------------------------------------------
 

@@ -424,7 +424,23 @@ def test_all_leave_at_the_end() -> None:
         driver.ask(name, Position(quorum.id, Head(9, quorum.id), level=True), leaving=True)
     for name in "abc":
         assert [w.left for w in driver.retired(name)] == [True]
-    assert driver.quorum == quorum, "no quorum of nobody"
+    assert driver.quorums == [quorum], "no quorum of nobody"
+
+
+def test_after_a_good_end_the_next_run_waits_for_nobody_of_the_last_one() -> None:
+    driver = trio()
+    quorum = driver.quorum
+    for name in "abc":
+        driver.ask(name, Position(quorum.id, Head(9, quorum.id), level=True), leaving=True)
+    assert driver.record is not None
+    assert driver.record.q_last is None
+    again = Driver(driver.record, expected_replicas=1)
+    disk = Head(9, quorum.id)
+    again.connect("a2", position=Position(0, disk, level=True, disk_head=disk))
+    again.ask("a2", Position(0, disk, level=True, disk_head=disk))
+    assert again.members == "a2"
+    assert again.quorum.base == disk
+    assert again.quorum.id > quorum.id
 
 
 def test_leavers_go_even_if_too_few_stay() -> None:
