@@ -112,8 +112,7 @@ class QuorumCore:
     def view(self, now_ms: int) -> JobView:
         """The state, for people and tools."""
         reason = self._round.reason if self._round is not None else ""
-        peers = peer_views(self._roster, self._blame, now_ms)
-        story = tuple(self._chronicle.story())
+        peers, story = peer_views(self._roster, self._blame, now_ms), tuple(self.story())
         return JobView(self.epoch, self.q_last, reason, self._chronicle.waiting, peers, story)
 
     def validate(self) -> None:
@@ -241,9 +240,7 @@ class QuorumCore:
                 self._reported_ms = self._wakeups.now_ms
             self._reported = quorum
             self._roster.expect(quorum)
-            self._chronicle.tell(
-                f"{peer.process} reports quorum {quorum.id}, which is newer than what is stored (R2)"
-            )
+            self._chronicle.tell(f"{peer.process} reports quorum {quorum.id}, newer than what is stored (R2)")
 
     # --- decisions ------------------------------------------------------------------------------------------
 
