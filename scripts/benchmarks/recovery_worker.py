@@ -69,12 +69,12 @@ def train(
     while True:
         inputs, targets = torch.randn(BATCH, WIDTHS[0]), torch.randn(BATCH, WIDTHS[-1])
         wrapped.zero_grad()
+        before = manager.current_step()  # either call below may commit
         loss = nn.functional.mse_loss(model(inputs), targets)
         time.sleep(DEVICE_TIME_S)
         loss.backward()
         if gradients == "allreduce":
             allreduce_gradients(system, module)
-        before = manager.current_step()
         wrapped.step()
         now, step = time.monotonic(), manager.current_step()
         level = manager.is_participating()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from lighthouse.messages import Head
 from torchft_plus.manager.agent import Agent
@@ -30,28 +31,40 @@ WAIT_SLICE_MS = 1_000
 
 
 class _Running:
-    """The operations of one attempt; wakes the mailbox when the last has ended or one has failed."""
+    """The operations of one attempt; reports that all have ended well, or that one has failed, once.
 
-    def __init__(self, operations: tuple[Operation, ...], mailbox: Mailbox) -> None:
-        self.operations = operations
-        self._mailbox = mailbox
+    It reports from the thread that ended the operation: the training thread need not wake up for it.
+    """
+
+    def __init__(
+        self, operations: tuple[Operation, ...], attempt: pb.Attempt, report: Callable[[pb.RankFrame], None]
+    ) -> None:
+        self._attempt = attempt
+        self._report = report
         self._left = len(operations)
+        self._reported = False
         self._lock = threading.Lock()
+        if not operations:
+            self._report_done(None)
         for operation in operations:
-            operation.add_done_callback(self._ended)
+            operation.add_done_callback(partial(self._ended, operation))
 
-    def _ended(self) -> None:
+    def _ended(self, operation: Operation) -> None:
+        failure = operation.error
         with self._lock:
             self._left -= 1
-            wake = self._left <= 0 or any(operation.error for operation in self.operations)
-        if wake:
-            self._mailbox.wake()
+            if self._reported or (self._left > 0 and failure is None):
+                return
+            self._reported = True
+        self._report_done(failure)
 
-    def failure(self) -> LaneError | None:
-        return next((operation.error for operation in self.operations if operation.error is not None), None)
-
-    def ended(self) -> bool:
-        return self._left <= 0 or self.failure() is not None
+    def _report_done(self, failure: LaneError | None) -> None:
+        done = pb.RankDone(
+            attempt=self._attempt,
+            failure="" if failure is None else (str(failure) or "failed"),
+            peer_rank=-1 if failure is None or failure.peer_rank is None else failure.peer_rank,
+        )
+        self._report(pb.RankFrame(done=done))
 
 
 class StepLoop:
@@ -82,9 +95,7 @@ class StepLoop:
         self._join_epoch = 0
         self._round = 0
         self._posted: tuple[int, int] | None = None
-        self._running: _Running | None = None
         self._begun_on: int | None = None
-        self._reported = False
         self._objection: str | None = None
         self._weight = 1.0
         self._scalars: Mapping[str, float] = {}
@@ -131,7 +142,7 @@ class StepLoop:
     def begin(self, weight: float) -> None:
         """A step starts. If the lane is there, data is posted while it is computed."""
         self._weight = 0.0 if self.behind else weight
-        self._posted, self._running, self._reported, self._objection = None, None, False, None
+        self._posted, self._objection = None, None
         while (word := self._mailbox.take_if("configure")) is not None:
             self._handle(word)
         if not self.behind:
@@ -182,8 +193,6 @@ class StepLoop:
             lane = self._usable_lane()
             if lane is not None and self._posted != (lane.spec.quorum_id, self._round):
                 self._post(lane)
-            elif self._running is not None and self._running.ended() and not self._reported:
-                self._report_done()
             else:
                 self._wait(mark)
 
@@ -206,21 +215,9 @@ class StepLoop:
             positions=dict(self._positions),
             objects=self._objection is not None,
         )
-        self._posted, self._reported, self._begun_on = key, False, lane.spec.quorum_id
+        self._posted, self._begun_on = key, lane.spec.quorum_id
         self._agent.report(pb.RankFrame(posted=report))
-        self._running = _Running(operations, self._mailbox)
-
-    def _report_done(self) -> None:
-        assert self._running is not None and self._posted is not None
-        failure = self._running.failure()
-        peer_rank = -1 if failure is None or failure.peer_rank is None else failure.peer_rank
-        done = pb.RankDone(
-            attempt=self._attempt(self._posted),
-            failure="" if failure is None else (str(failure) or "failed"),
-            peer_rank=peer_rank,
-        )
-        self._reported = True
-        self._agent.report(pb.RankFrame(done=done))
+        _Running(operations, self._attempt(key), self._agent.report)
 
     def _attempt(self, key: tuple[int, int]) -> pb.Attempt:
         return pb.Attempt(quorum_id=key[0], step=self.head.step + 1, round=key[1])
