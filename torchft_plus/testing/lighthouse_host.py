@@ -115,16 +115,16 @@ class Lighthouse:
                     return
                 key.append((message.process, message.session))
                 self._sessions[key[0]] = end
-                end.send(BeatAnswer())
                 self.world.trace(
                     self.life.name, "session {} of {}: {}", message.session, message.process, message.hello
                 )
                 self._handle(Connected(message.process, message.session, message.hello))
+                end.send(BeatAnswer())
             elif not key:
                 end.close()
             elif isinstance(message, Beat):
-                end.send(BeatAnswer())
                 self._handle(Received(*key[0], message))
+                end.send(BeatAnswer())
             elif isinstance(message, Ask | Fault):
                 self.world.trace(self.life.name, "hears from {}: {}", key[0][0], message)
                 self._handle(Received(*key[0], message))

@@ -54,6 +54,8 @@ class Oracle:
         self._highest_stored = 0
         self.disk_lost = False
         """The store was lost since the last quorum was formed."""
+        self._ended = False
+        """All have left in good order: the next quorum begins another run."""
         self._rewound = False
         """A lost store came back with an older quorum, because everybody of the newer ones is away."""
         self._outcomes: dict[Process, list[tuple[str, Head]]] = {}
@@ -73,6 +75,8 @@ class Oracle:
         """A record was written: ids grow, a quorum is written once. ``before``: the last quorum until now."""
         first = before is None
         quorum = record.q_last
+        if quorum is None and before is not None:
+            self._run_ended(before)
         if quorum is None or quorum.id in self.quorums:
             if quorum is not None and self.quorums[quorum.id] != quorum:
                 self.fail("P2", f"two quorums have the id {quorum.id}")
@@ -84,11 +88,21 @@ class Oracle:
             self.fail("P2", f"quorum id {quorum.id} is not above {self._highest_stored}")
         self._highest_stored = quorum.id
         self.quorums[quorum.id] = quorum
-        if first and self.disk_lost and self._highest_step() > 0:
+        if first and self._ended:
+            self._go_back(quorum.base)
+        elif first and self.disk_lost and self._highest_step() > 0:
             self._founded_again(lighthouse, quorum)
         else:
             self._check_base(lighthouse, quorum, before)
-        self._rewound = self.disk_lost = False
+        self._rewound = self._ended = self.disk_lost = False
+
+    def _run_ended(self, before: Quorum) -> None:
+        for group in self.groups:
+            core = group.core
+            if before.rank_of(group.process) is not None and group.alive and core is not None and not core.ended:
+                if core.position().floor < before.id:
+                    self.fail("F35", f"the run is ended, but {group.process} still trains under {before.id}")
+        self._ended = True
 
     def _highest_step(self) -> int:
         return max(self.head_of_step, default=0)
