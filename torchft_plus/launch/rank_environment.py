@@ -36,8 +36,13 @@ def rank_command(run: RunFile) -> list[str]:
 
 def common_environment(base: Mapping[str, str], run: RunFile) -> dict[str, str]:
     """What all ranks have in common: the launcher's environment and, before it, ``launch.env``."""
-    # One thread, as torchrun sets it: many ranks on one host must not each take all cores.
-    return {"OMP_NUM_THREADS": "1", **base, **run.launch.env, "PYTHONUNBUFFERED": "1"}
+    defaults = {
+        # One thread, as torchrun sets it: many ranks on one host must not each take all cores.
+        "OMP_NUM_THREADS": "1",
+        # torch's store looks up its peers' names: a resolver that drops a query would stall a recovery for 5 s.
+        "RES_OPTIONS": "timeout:1 attempts:2",
+    }
+    return {**defaults, **base, **run.launch.env, "PYTHONUNBUFFERED": "1"}
 
 
 def rank_environment(base: Mapping[str, str], run: RunFile, place: Place, rank: int) -> dict[str, str]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import threading
 import time
 import weakref
@@ -225,6 +226,12 @@ def _watch(lane_reference: weakref.ref[GlooLane], group: _Group) -> None:
         lane._break(LaneError(f"{who} has closed its connection", peer))  # pyright: ignore[reportPrivateUsage]
 
 
+def _brief(error: Exception) -> str:
+    """gloo's error in one clause: without the place in its source and its advice."""
+    first = str(error).split("\n", 1)[0]
+    return "gloo: " + re.sub(r"^\[[^\]]*\]\s*", "", first).split(". This is typically", 1)[0]
+
+
 def _hear(
     lane_reference: weakref.ref[GlooLane], operation: LaneOperation, future: torch.futures.Future[Any]
 ) -> None:
@@ -233,7 +240,7 @@ def _hear(
     try:
         future.value()
     except Exception as error:  # noqa: BLE001 - gloo's errors have no common type; every one means the operation failed
-        failure = LaneError(str(error))
+        failure = LaneError(_brief(error))
     lane = lane_reference()
     if lane is None:
         operation.finish(failure)

@@ -36,7 +36,7 @@ def test_the_plain_example_loses_a_group_and_ends_equal(tmp_path: Path) -> None:
 
 
 def test_the_readme_shows_the_example_as_it_is() -> None:
-    example = (ROOT / "examples" / "plain_pytorch.py").read_text().replace("STEPS:", "2500:")
+    example = (ROOT / "docs" / "examples" / "plain_pytorch.py").read_text().replace("STEPS:", "2500:")
     bare = [line.split("  #")[0].strip() for line in example.splitlines()]
     readme = (ROOT / "README.md").read_text().split("## Plain PyTorch")[1].split("torchft-plus run")[0]
     shown = [line.strip() for line in readme.splitlines() if line.startswith("    ") and line.strip()]
