@@ -12,7 +12,7 @@ from lighthouse import wire
 from lighthouse.core.words import Record
 from lighthouse.pb import lighthouse_pb2 as pb
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 LOCK_TIMEOUT_S = 5.0
 
 
@@ -93,7 +93,8 @@ class SqliteStorage:
                 "use the Lighthouse that wrote it, or give another --store"
             )
         self._database.execute(
-            "CREATE TABLE IF NOT EXISTS job (job_id TEXT PRIMARY KEY, epoch INTEGER NOT NULL, quorum BLOB)"
+            "CREATE TABLE IF NOT EXISTS job"
+            " (job_id TEXT PRIMARY KEY, epoch INTEGER NOT NULL, quorum BLOB, ended INTEGER NOT NULL)"
         )
         self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
@@ -101,12 +102,12 @@ class SqliteStorage:
         """See Storage."""
         try:
             row = self._database.execute(
-                "SELECT epoch, quorum FROM job WHERE job_id = ?", (job_id,)
+                "SELECT epoch, quorum, ended FROM job WHERE job_id = ?", (job_id,)
             ).fetchone()
             if row is None:
                 return None
             quorum = pb.Quorum.FromString(row[1]) if row[1] is not None else None
-            return Record(row[0], wire.quorum_in(quorum) if quorum is not None else None)
+            return Record(row[0], wire.quorum_in(quorum) if quorum is not None else None, bool(row[2]))
         except (sqlite3.Error, wire.WireError, wire.DecodeError) as error:
             raise StorageError(f"the store {self._path} cannot be read: {error}") from error
 
@@ -116,13 +117,13 @@ class SqliteStorage:
         try:
             if expected_epoch is None:
                 cursor = self._database.execute(
-                    "INSERT OR IGNORE INTO job (job_id, epoch, quorum) VALUES (?, ?, ?)",
-                    (job_id, record.epoch, quorum),
+                    "INSERT OR IGNORE INTO job (job_id, epoch, quorum, ended) VALUES (?, ?, ?, ?)",
+                    (job_id, record.epoch, quorum, record.ended),
                 )
             else:
                 cursor = self._database.execute(
-                    "UPDATE job SET epoch = ?, quorum = ? WHERE job_id = ? AND epoch = ?",
-                    (record.epoch, quorum, job_id, expected_epoch),
+                    "UPDATE job SET epoch = ?, quorum = ?, ended = ? WHERE job_id = ? AND epoch = ?",
+                    (record.epoch, quorum, record.ended, job_id, expected_epoch),
                 )
         except sqlite3.Error as error:
             raise StorageError(f"the store {self._path} cannot be written: {error}") from error

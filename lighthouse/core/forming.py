@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lighthouse.core.base import choose_base, choose_restart_base, holds, holds_after_reload
 from lighthouse.core.blame import Blame
@@ -131,6 +131,8 @@ def _total_loss(
     ]
     if missing:
         return Wait(f"for the state, which may be held by {', '.join(missing)}")
+    if roster.run_has_ended():
+        return _after_the_end(view, roster, stayers)
     known = {m.process.replica_id for m in q_last.members}
     absent = sorted(known - {p.replica_id for p in stayers})
     since_ms = view.total_loss_since_ms
@@ -144,12 +146,36 @@ def _total_loss(
     plan = _restart(stayers, "total loss")
     if plan is None:
         return Wait("for replicas that restart with an initial state", total_loss=True, start_over=True)
-    lost = max(0, view.highest_step - plan.base.step)
-    text = (
-        f"total loss: nobody holds the state of quorum {q_last.id} any more; "
-        f"training goes on from step {plan.base.step}, {lost} steps are lost"
+    later = [str(p.process) for p in roster.peers.values() if _brings_more(p, plan.base, roster)]
+    if later:
+        return Wait(f"for {', '.join(later)} to ask: what it holds is newer", total_loss=True)
+    text = f"total loss: nobody holds the state of quorum {q_last.id} any more; {_loss(view, plan)}"
+    return replace(plan, reload=True, reason=text, announce=text)
+
+
+def _after_the_end(view: View, roster: Roster, stayers: list[Peer]) -> Plan | Wait:
+    """The last run has ended in good order: begin as at the very first, and say if something is missing."""
+    plan = _first(view, roster, stayers)
+    if isinstance(plan, Wait):
+        return plan
+    text = f"the last run has ended; {_loss(view, plan)}"
+    return replace(
+        plan, reload=True, reason=text, announce=text if plan.base.step < view.highest_step else ""
     )
-    return Plan(plan.members, plan.holders, plan.base, True, False, text, announce=text)
+
+
+def _loss(view: View, plan: Plan) -> str:
+    lost = max(0, view.highest_step - plan.base.step)
+    return f"training goes on from step {plan.base.step}, {lost} steps are lost"
+
+
+def _brings_more(peer: Peer, base: Head, roster: Roster) -> bool:
+    """True if this process is here with a later state, and only its ask is still on the way."""
+    position = peer.position
+    if not peer.connected or position is None or roster.counts(peer):
+        return False
+    heads = [position.head] if position.level else []
+    return any(head.order > base.order for head in [*heads, position.disk_head or base])
 
 
 def _may_still_hold(

@@ -9,7 +9,7 @@ from lighthouse.core import forming, rounds
 from lighthouse.core.blame import EVERYBODY, Blame
 from lighthouse.core.chronicle import Chronicle
 from lighthouse.core.forming import Plan, View, Wait
-from lighthouse.core.roster import Peer, Roster, Wakeups
+from lighthouse.core.roster import LEFT, Peer, Roster, Wakeups
 from lighthouse.core.rounds import Round
 from lighthouse.core.views import peer_views
 from lighthouse.core.words import (
@@ -51,8 +51,6 @@ class QuorumCore:
         self._highest_step = 0
         self._reported: Quorum | None = None
         self._reported_ms = now_ms
-        self._ended_id = 0
-        """The last quorum of a run that ended in good order."""
         self._round: Round | None = None
         self._fault: str | None = None
         self._total_loss_since_ms: int | None = None
@@ -67,6 +65,8 @@ class QuorumCore:
         """Members without whose asks the round cannot end."""
         if record is not None and record.q_last is not None:
             self._roster.set_last(record.q_last)
+            if record.ended:
+                self._roster.gone.update((m.process, LEFT) for m in record.q_last.members)
             self._roster.expect(record.q_last)
             self._highest_id, self._highest_step = record.q_last.id, record.q_last.base.step
             self._chronicle.tell(f"quorum {record.q_last.id} was stored and is in force again (rule R1)")
@@ -81,6 +81,7 @@ class QuorumCore:
     def start(self) -> list[Effect]:
         """Claim the epoch; the first effects of this core."""
         self._store()
+        self._advance()
         return self._take()
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
@@ -178,8 +179,8 @@ class QuorumCore:
         return True
 
     def _ask(self, peer: Peer, ask: Ask) -> None:
-        if peer.ask is None:
-            peer.asked_ms = self._wakeups.now_ms
+        if not self._roster.counts(peer):
+            peer.asked_ms = self._wakeups.now_ms  # a late repetition of an old ask does not start the clock
         peer.ask = ask
         self._roster.heard(peer, ask.position)
         self._learn(peer, None)
@@ -235,7 +236,7 @@ class QuorumCore:
         self._highest_id = max(self._highest_id, *(i for i in ids if i >> 32 < MAX_EPOCH))
         self._highest_step = max(self._highest_step, position.head.step)
         newest = max((q.id for q in (self.q_last, self._reported) if q is not None), default=0)
-        if quorum is not None and max(newest, self._ended_id) < quorum.id <= self._highest_id:
+        if quorum is not None and newest < quorum.id <= self._highest_id:
             if self._reported is None:
                 self._reported_ms = self._wakeups.now_ms
             self._reported = quorum
@@ -308,7 +309,7 @@ class QuorumCore:
     def _let_strangers_leave(self) -> None:
         for peer in list(self._roster.peers.values()):
             if peer.ask is not None and peer.ask.leaving and not self._roster.is_member(peer):
-                self._roster.retire(peer.process, "it left in good order", left=True)
+                self._roster.retire(peer.process, LEFT, left=True)
 
     def _open_round(self) -> None:
         """Rule L2."""
@@ -412,17 +413,13 @@ class QuorumCore:
     def _release_leavers(self, staying: set[Process]) -> None:
         for peer in list(self._roster.peers.values()):
             if peer.ask is not None and peer.ask.leaving and peer.process not in staying:
-                self._roster.retire(peer.process, "it left in good order", left=True)
+                self._roster.retire(peer.process, LEFT, left=True)
 
     def _end_if_all_left(self) -> None:
         """A run that ended in good order leaves nothing for which the next run of this job should wait."""
-        if self.q_last is None or any(m.process not in self._roster.gone for m in self.q_last.members):
-            return
-        self._chronicle.tell(f"all members of quorum {self.q_last.id} have left: the run has ended")
-        self._ended_id = self.q_last.id
-        self._roster.set_last(None)
-        self._round, self._fault, self._total_loss_since_ms = None, None, None
-        self._store()
+        if self.q_last is not None and self._roster.run_has_ended():
+            self._chronicle.tell(f"all members of quorum {self.q_last.id} have left: the run has ended")
+            self._store()
 
     def _start_over(self) -> None:
         """The worst total loss: joiners are left alone, without even an initial state."""
@@ -488,7 +485,9 @@ class QuorumCore:
         return self._highest_id
 
     def _store(self) -> None:
-        self._effects.append(Store(self._stored_epoch, Record(self.epoch, self.q_last)))
+        self._effects.append(
+            Store(self._stored_epoch, Record(self.epoch, self.q_last, self._roster.run_has_ended()))
+        )
         self._stored_epoch = self.epoch
 
     def _take(self) -> list[Effect]:

@@ -18,6 +18,8 @@ from lighthouse.messages import (
 )
 
 MAX_REMEMBERED = 4096
+LEFT = "it left in good order"
+"""Why a process is gone that had asked to leave."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,11 +120,14 @@ class Roster:
         peer = self.peer(process)
         return peer if peer is not None and peer.connected and peer.session == session else None
 
-    def set_last(self, quorum: Quorum | None) -> None:
-        """``quorum`` is the last one from now on; None: the run has ended."""
+    def set_last(self, quorum: Quorum) -> None:
+        """``quorum`` is the last one from now on."""
         self.q_last = quorum
-        members = quorum.members if quorum is not None else ()
-        self.ranks = {member.process: rank for rank, member in enumerate(members)}
+        self.ranks = {member.process: rank for rank, member in enumerate(quorum.members)}
+
+    def run_has_ended(self) -> bool:
+        """True if every member of the last quorum has left in good order."""
+        return self.q_last is not None and all(self.gone.get(process) == LEFT for process in self.ranks)
 
     def is_member(self, peer: Peer) -> bool:
         """True if ``peer`` is in the last quorum."""
@@ -200,6 +205,9 @@ class Roster:
             return None
         elif peer.connected:
             self.effects.append(Close(process, peer.session, "the process opened a newer session"))
+        newcomer = self.pending.get(process.replica_id)
+        if newcomer is not None and newcomer.process != process:
+            newcomer.ping_ms = None  # a ping was lost with the old session
         peer.session, peer.address = session, hello.address
         peer.connected, peer.lost, peer.named = True, None, False
         peer.ask, peer.greeted, peer.revoked = None, False, (0, False)

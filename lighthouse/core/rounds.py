@@ -57,10 +57,11 @@ def wish(roster: Roster, blame: Blame) -> str | None:
 
 
 def first_ask_ms(roster: Roster) -> int | None:
-    """When the first ask came that counts: of a member, if there is a last quorum."""
+    """When the first ask came that counts: of a member, if there is a last quorum and its run goes on."""
+    anybody = roster.q_last is None or roster.run_has_ended()
     times = [
         peer.asked_ms
         for peer in roster.peers.values()
-        if roster.counts(peer) and (roster.q_last is None or roster.is_member(peer))
+        if roster.counts(peer) and (anybody or roster.is_member(peer))
     ]
     return min(times, default=None)

@@ -57,6 +57,8 @@ class Record:
 
     epoch: int
     q_last: Quorum | None
+    ended: bool = False
+    """All members of ``q_last`` have left in good order: the next run of this job need not wait for them."""
 
 
 # --- events ---------------------------------------------------------------------------------------------------

@@ -433,7 +433,7 @@ def test_after_a_good_end_the_next_run_waits_for_nobody_of_the_last_one() -> Non
     for name in "abc":
         driver.ask(name, Position(quorum.id, Head(9, quorum.id), level=True), leaving=True)
     assert driver.record is not None
-    assert driver.record.q_last is None
+    assert driver.record.ended
     again = Driver(driver.record, expected_replicas=1)
     disk = Head(9, quorum.id)
     again.connect("a2", position=Position(0, disk, level=True, disk_head=disk))
@@ -441,6 +441,8 @@ def test_after_a_good_end_the_next_run_waits_for_nobody_of_the_last_one() -> Non
     assert again.members == "a2"
     assert again.quorum.base == disk
     assert again.quorum.id > quorum.id
+    assert again.announcements("a2") == "", "nothing is lost"
+    assert not Driver(again.record).core.validate()
 
 
 def test_leavers_go_even_if_too_few_stay() -> None:
@@ -869,3 +871,19 @@ def test_a_record_that_names_a_member_twice_is_never_made() -> None:
     driver.wait(3_000)
     driver.ask("a2")
     assert driver.members == "a2"
+
+
+def test_a_total_loss_waits_for_the_ask_of_whom_is_here_with_something_newer() -> None:
+    driver = Driver(expected_replicas=1, restart_timeout_ms=1_000)
+    driver.form("a")
+    driver.exit_seen("a")
+    newer = Position(0, Head(4, driver.quorum.id), level=True)
+    driver.connect("b", position=newer)
+    driver.connect("a2")
+    driver.ask("a2")
+    driver.wait(2_000, beats="a2 b")
+    assert driver.members == "a"
+    assert "b/1 to ask" in driver.waiting
+    driver.ask("b", newer)
+    assert driver.members == "b (a2)"
+    assert driver.quorum.base == newer.head

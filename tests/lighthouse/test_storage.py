@@ -36,11 +36,11 @@ def test_a_record_comes_back_as_it_was(reopen: Callable[[], Storage]) -> None:
     assert store.load("job") is None
     assert store.store("job", None, Record(5, None))
     assert store.load("job") == Record(5, None)
-    assert store.store("job", 5, Record(6, QUORUM))
+    assert store.store("job", 5, Record(6, QUORUM, ended=True))
     assert store.load("other") is None
     store.close()
     again = reopen()
-    assert again.load("job") == Record(6, QUORUM)
+    assert again.load("job") == Record(6, QUORUM, ended=True)
     again.close()
 
 
@@ -61,7 +61,7 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 7")
     database.close()
-    with pytest.raises(StorageError, match="has version 7, this Lighthouse knows 1"):
+    with pytest.raises(StorageError, match="has version 7, this Lighthouse knows 2"):
         SqliteStorage(path)
 
 
