@@ -64,7 +64,7 @@ def _without_last(q_last: Quorum, chosen: Base) -> Head:
     return q_last.base if step == q_last.base.step else Head(step, q_last.id)
 
 
-@mutation("L4: all of E voted, so the step is committed")
+@mutation("L4: all of E voted, so the step is committed", "crash")
 def in_doubt_retry(m: pytest.MonkeyPatch) -> None:
     m.setattr(forming, "choose_base", _never_roll_forward)
 
@@ -308,7 +308,7 @@ def leaver_goes_at_once(m: pytest.MonkeyPatch) -> None:
     m.setattr(Rank, "_may_leave", may_leave)
 
 
-@mutation("L7: a newcomer is refused while the old process answers")
+@mutation("L7: a newcomer is refused while the old process answers", "names")
 def newcomer_replaces_at_once(m: pytest.MonkeyPatch) -> None:
     original = Roster._resolve
 
@@ -333,7 +333,7 @@ def broken_connection_is_a_no(m: pytest.MonkeyPatch) -> None:
     m.setattr(StepCore, "_peer_gone", peer_gone)
 
 
-@mutation("M8: nothing is decided in an outage", "network")
+@mutation("M8: nothing is decided in an outage", "outage")
 def commits_in_an_outage(m: pytest.MonkeyPatch) -> None:
     m.setattr(StepCore, "_outage", lambda self, now_ms: False)
 
@@ -356,16 +356,19 @@ def objection_of_one_rank_only(m: pytest.MonkeyPatch) -> None:
     m.setattr(Rank, "_post", post)
 
 
-@mutation("F33: a joiner that voted holds nothing")
+@mutation("F33: a joiner holds nothing", "joiners")
 def joiner_as_holder(m: pytest.MonkeyPatch) -> None:
     def holds(position: Position, head: Head) -> bool:
-        voted = position.voted is not None and (position.voted.step, position.voted.quorum_id) == (head.step, head.quorum_id)
-        return (position.level and position.head == head) or voted
+        voted = position.voted is not None and (position.voted.step, position.voted.quorum_id) == (
+            head.step,
+            head.quorum_id,
+        )
+        return position.head == head or voted
 
     m.setattr(forming, "holds", holds)
 
 
-@mutation("an abandoned session is not the newest one")
+@mutation("an abandoned session is not the newest one", "names")
 def older_session_displaces_newer(m: pytest.MonkeyPatch) -> None:
     original = Roster._meet_other_incarnation
 

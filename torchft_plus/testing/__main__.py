@@ -8,7 +8,8 @@ import time
 import traceback
 
 from torchft_plus.testing.faults import PROFILES
-from torchft_plus.testing.simulation import Simulation, settings_of
+from torchft_plus.testing.seeds import replay_command, settings_of
+from torchft_plus.testing.simulation import Simulation
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,44 +23,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, help="stop after so much time")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first failure")
     options = parser.parse_args(arguments)
-    seeds = (
-        [options.seed] if options.seed is not None else range(options.first, options.first + options.seeds)
-    )
+    first = options.first if options.seed is None else options.seed
+    count = options.seeds if options.seed is None else 1
     started = time.monotonic()
     failed = ran = steps = events = 0
-    for seed in seeds:
+    for seed in range(first, first + count):
         if options.seconds is not None and time.monotonic() - started > options.seconds:
             break
         ran += 1
         simulation = Simulation(settings_of(seed, options.profile), options.trace)
+        failure = ""
         try:
             report = simulation.run()
+            steps, events = steps + report.steps, events + report.events
+            summary = str(report)
         except AssertionError as error:
             failed += 1
-            tail = traceback.extract_tb(error.__traceback__)[-1]
-            print(
-                f"seed {seed}: {error or type(error).__name__} ({tail.filename.rsplit('/', 1)[-1]}:{tail.lineno})"
-            )
-            print("  replay: " + replay_command(seed, options.profile))
-            if options.trace:
-                print("\n".join([*simulation.world.trace_lines(), *simulation.stories(), str(error)]))
-            if not options.keep_going:
-                break
-            continue
-        steps, events = steps + report.steps, events + report.events
-        if options.seed is not None:
-            if options.trace:
-                print("\n".join([*simulation.world.trace_lines(), *simulation.stories()]))
-            print(report)
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            failure = str(error) or f"{place.filename}:{place.lineno}: {place.line}"
+            summary = f"seed {seed}: {failure}\n  replay: {replay_command(seed, options.profile)}"
+        if options.trace:
+            print("\n".join([*simulation.world.trace_lines(), *simulation.stories()]))
+        if failure or options.seed is not None:
+            print(summary, flush=True)
+        if failure and not options.keep_going:
+            break
     seconds = time.monotonic() - started
     print(f"{ran} seeds, {failed} failed, {steps} steps, {events} events, {seconds:.1f} s")
     return 1 if failed else 0
-
-
-def replay_command(seed: int, profile: str | None) -> str:
-    """The command that shows a seed again, event by event."""
-    chosen = f" --profile {profile}" if profile is not None else ""
-    return f"python -m torchft_plus.testing --seed {seed}{chosen} --trace"
 
 
 if __name__ == "__main__":

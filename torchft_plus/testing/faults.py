@@ -26,6 +26,7 @@ PROFILES: dict[str, dict[str, int]] = {
         "no_lighthouse": 3,
     },
     "members": {"leave": 5, "crash": 4, "power_loss": 2, "break": 2, "pause": 2, "object": 2},
+    "joiners": {"crash": 8, "power_loss": 2, "break": 2},
     "names": {"duplicate": 6, "crash": 4, "lighthouse_pause": 3, "break": 2, "pause": 1},
     "outage": {"deaf": 6, "crash": 6, "hibernate": 3, "partition": 1},
     "all": {
@@ -52,8 +53,6 @@ PROFILES: dict[str, dict[str, int]] = {
     },
 }
 """Faults of a profile, with weights."""
-AIMED = ("quorum", "revoked", "fault", "commit", "behind", "level", "refused", "vote", "block")
-"""Moments at which an aimed fault strikes."""
 
 
 class Faults:
@@ -72,8 +71,8 @@ class Faults:
         settings = self._world.settings
         for _ in range(settings.faults):
             kind = self._kinds[int(self._world.random.random() * len(self._kinds))]
-            if self._world.chance(0.4):
-                moment = AIMED[int(self._world.random.random() * len(AIMED))]
+            if self._world.chance(settings.aimed_chance):
+                moment = settings.moments[int(self._world.random.random() * len(settings.moments))]
                 self._aimed.append((kind, moment, self._world.between((1, 12))))
             else:
                 at_ms = self._world.between((50, settings.chaos_ms))
@@ -90,7 +89,8 @@ class Faults:
                 self._aimed[index] = (kind, wanted, count - 1)
             else:
                 del self._aimed[index]
-                self._world.scheduler.after(self._world.between((0, 4)), self._strike, kind, group)
+                delay_ms = self._world.between((0, 4)) if self._world.chance(0.6) else 0
+                self._world.scheduler.after(delay_ms, self._strike, kind, group)
             return
 
     def end(self) -> None:
@@ -173,7 +173,10 @@ class Faults:
                     self._for_a_while(duration, life.wake)
 
     def _long(self) -> tuple[int, int]:
-        return (self._world.settings.timeouts.outage_limit_ms // 2, 2 * self._world.settings.timeouts.outage_limit_ms)
+        return (
+            self._world.settings.timeouts.outage_limit_ms // 2,
+            2 * self._world.settings.timeouts.outage_limit_ms,
+        )
 
     def _cut(self, pairs: list[tuple[str, str]]) -> None:
         network = self._simulation.network

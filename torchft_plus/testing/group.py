@@ -242,6 +242,7 @@ class Group:
                 if self._mesh is not None and self._mesh.quorum.id == effect.quorum_id:
                     self.oracle.sends_peers(self, effect.frame)
                     self._mesh.send(effect.frame)
+                    self.simulation.faults.saw(effect.frame.WhichOneof("body") or "", self)
             elif isinstance(effect, Tell):
                 self._tell([effect.word] * self.ranks_count)
             elif isinstance(effect, TellEach):

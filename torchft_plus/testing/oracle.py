@@ -9,7 +9,7 @@ from lighthouse.core.words import Record
 from lighthouse.messages import Down, Form, Head, Process, Quorum, Retired
 from torchft_plus.manager.step_core import StepCore
 from torchft_plus.pb import peer_pb2 as pb
-from torchft_plus.testing.content import Gradient, State, next_content
+from torchft_plus.testing.content import Gradient, State
 from torchft_plus.testing.world import Violation, World
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ class Oracle:
         self._highest_stored = 0
         self.disk_lost = False
         """The store was lost since the last quorum was formed."""
-        self._ended = False
-        """All have left in good order: the next quorum begins another run."""
         self._rewound = False
         """A lost store came back with an older quorum, because everybody of the newer ones is away."""
         self._outcomes: dict[Process, list[tuple[str, Head]]] = {}
@@ -75,8 +73,6 @@ class Oracle:
         """A record was written: ids grow, a quorum is written once. ``before``: the last quorum until now."""
         first = before is None
         quorum = record.q_last
-        if quorum is None and before is not None:
-            self._run_ended(before)
         if quorum is None or quorum.id in self.quorums:
             if quorum is not None and self.quorums[quorum.id] != quorum:
                 self.fail("P2", f"two quorums have the id {quorum.id}")
@@ -88,21 +84,11 @@ class Oracle:
             self.fail("P2", f"quorum id {quorum.id} is not above {self._highest_stored}")
         self._highest_stored = quorum.id
         self.quorums[quorum.id] = quorum
-        if first and self._ended:
-            self._go_back(quorum.base)
-        elif first and self.disk_lost and self._highest_step() > 0:
+        if first and self.disk_lost and self._highest_step() > 0:
             self._founded_again(lighthouse, quorum)
         else:
             self._check_base(lighthouse, quorum, before)
-        self._rewound = self._ended = self.disk_lost = False
-
-    def _run_ended(self, before: Quorum) -> None:
-        for group in self.groups:
-            core = group.core
-            if before.rank_of(group.process) is not None and group.alive and core is not None and not core.ended:
-                if core.position().floor < before.id:
-                    self.fail("F35", f"the run is ended, but {group.process} still trains under {before.id}")
-        self._ended = True
+        self._rewound = self.disk_lost = False
 
     def _highest_step(self) -> int:
         return max(self.head_of_step, default=0)
@@ -329,9 +315,11 @@ class Oracle:
         return (head.step - 1, quorum.id, "")
 
     def refused(self, rank: Rank, gradient: Gradient | None) -> None:
-        """A step was refused on a rank."""
+        """A step was refused on a rank. If all that went wrong are deaths, no survivor loses a gradient (P3)."""
         if gradient is not None:
             self.lost_gradients += 1
+            if self._world.settings.profile == "crash":
+                self.fail("P3", f"{rank.name} lives, and its gradient {gradient} is lost at {rank.head}")
 
     def outcome(self, group: Group, rank: Rank, outcome: Outcome) -> None:
         """M7: all ranks of a group end the same steps in the same way."""

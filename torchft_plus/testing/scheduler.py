@@ -7,7 +7,6 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-
 MAX_EVENTS = 400_000
 """A run has some thousands; one that never comes to rest is a live-lock."""
 
@@ -36,10 +35,10 @@ class Scheduler:
         self.random = random
         self.now_ms = 0
         self.events = 0
-        self._queue: list[tuple[int, float, int, Timer, Callable[..., None], tuple[Any, ...]]] = []
+        self._queue: list[tuple[int, float, int, Timer, Callable[..., object], tuple[Any, ...]]] = []
         self._number = 0
 
-    def after(self, delay_ms: float, call: Callable[..., None], *arguments: Any) -> Timer:
+    def after(self, delay_ms: float, call: Callable[..., object], *arguments: Any) -> Timer:
         """Run ``call`` in ``delay_ms``."""
         self._number += 1
         timer = Timer()

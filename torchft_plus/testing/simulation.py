@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from random import Random
+from dataclasses import dataclass
 
 from lighthouse.messages import Process
-from lighthouse.timeouts import Timeouts
 from torchft_plus.testing.collective import Collectives
 from torchft_plus.testing.donors import Directory
-from torchft_plus.testing.faults import PROFILES, Faults
+from torchft_plus.testing.faults import Faults
 from torchft_plus.testing.launcher import Checkpoints, Launcher
 from torchft_plus.testing.lighthouse_host import Disk, Lighthouse
 from torchft_plus.testing.network import Network
@@ -141,46 +139,3 @@ class Simulation:
             if group.core is not None:
                 lines += [f"--- {group.name} ({group.ended or 'alive'})", *group.core.story()[-25:]]
         return lines
-
-
-def settings_of(seed: int, profile: str | None = None, **changes: object) -> Settings:
-    """The settings that belong to a seed; ``changes`` override them."""
-    random = Random(f"settings {seed}")
-
-    def pick(*choices: object):
-        return choices[int(random.random() * len(choices))]
-
-    groups = pick(2, 2, 3, 3, 3, 4, 4, 5)
-    outage_ms = pick(2_000, 4_000, 20_000)
-    settings = Settings(
-        seed=seed,
-        groups=groups,
-        ranks=pick(1, 1, 1, 2, 2, 3),
-        min_replicas=pick(1, 1, 1, 2),
-        expected_replicas=pick(None, groups, groups),
-        timeouts=Timeouts(1_000, outage_ms, heartbeat_override_ms=pick(150, 250, 400)),
-        join_timeout_ms=pick(300, 1_000, 2_000),
-        restart_timeout_ms=pick(200, 1_000, 3_000),
-        reconnect_grace_ms=pick(0, 100, 100),
-        restart_grace_ms=pick(1_500, 3_000),
-        equal_start=random.random() < 0.5,
-        disk=pick("none", "none", "own", "shared"),
-        reports_exits=random.random() < 0.7,
-        compute_ms=pick((5, 40), (10, 120), (50, 60), (1, 400)),
-        apply_ms=pick((0, 2), (0, 30), (0, 200)),
-        transfer_ms=pick((1, 30), (20, 400), (300, 1_500)),
-        delay_ms=pick((0, 2), (0, 8), (1, 30)),
-        slow_message_chance=pick(0.0, 0.01, 0.05),
-        slow_message_ms=pick(60, 300, 900),
-        profile=pick(*PROFILES),
-        faults=pick(2, 4, 8, 12),
-        chaos_ms=pick(3_000, 5_000, 8_000),
-    )
-    if profile is not None:
-        changes["profile"] = profile
-    settings = replace(settings, **changes)
-    if settings.profile == "outage":
-        # The limit has to be reached within the run, and whoever is left has to found anew.
-        timeouts = replace(settings.timeouts, outage_limit_ms=2_000)
-        settings = replace(settings, timeouts=timeouts, min_replicas=1, chaos_ms=12_000, restart_timeout_ms=200)
-    return settings

@@ -11,6 +11,8 @@ from lighthouse.timeouts import Timeouts
 from torchft_plus.testing.scheduler import Scheduler
 
 TRACE_LINES = 4_000
+MOMENTS = ("quorum", "revoked", "fault", "commit", "behind", "level", "refused", "vote", "block")
+"""What an aimed fault may wait for."""
 
 
 class Violation(AssertionError):
@@ -46,6 +48,9 @@ class Settings:
     profile: str = "all"
     """Which faults: see ``faults.PROFILES``."""
     faults: int = 8
+    aimed_chance: float = 0.4
+    """How many of them strike at a moment of the protocol, and not at a time."""
+    moments: tuple[str, ...] = MOMENTS
     chaos_ms: int = 6_000
     calm_ms: int = 150_000
     """Bound of the liveness check after the last fault."""

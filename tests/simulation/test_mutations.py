@@ -1,0 +1,54 @@
+"""Each planted bug is found: the simulator would notice if the cores lost one of their rules."""
+
+from __future__ import annotations
+
+import pytest
+from mutations import MUTATIONS, Mutation
+
+from torchft_plus.testing.seeds import settings_of
+from torchft_plus.testing.simulation import Simulation
+
+SEEDS = 500
+QUICK = {
+    "acts_after_its_ask": 12,
+    "commit_without_vote": 12,
+    "evidence_from_the_last_base": 40,
+    "heads_by_step": 12,
+    "highest_step_seen": 12,
+    "joiners_are_counted": 12,
+    "lease_runs_out": 40,
+    "leaver_goes_at_once": 40,
+    "objection_of_one_rank_only": 40,
+    "own_positions_only": 12,
+    "saved_gradient_of_another_head": 12,
+    "told_before_stored": 12,
+    "two_lighthouses": 12,
+    "vote_before_all_ranks_are_done": 12,
+}
+"""Those that are found soon, and within how many seeds: run each time."""
+
+
+def _found_by(mutation: Mutation, seeds: int, monkeypatch: pytest.MonkeyPatch) -> int | None:
+    mutation.patch(monkeypatch)
+    for seed in range(seeds):
+        try:
+            Simulation(settings_of(seed, mutation.profile)).run()
+        except AssertionError:
+            return seed
+    return None
+
+
+@pytest.mark.parametrize("mutation", [m for m in MUTATIONS if m.name in QUICK], ids=lambda m: m.name)
+def test_planted_bug_is_found_soon(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _found_by(mutation, QUICK[mutation.name], monkeypatch) is not None, mutation.rule
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.name)
+def test_planted_bug_is_found(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _found_by(mutation, SEEDS, monkeypatch) is not None, mutation.rule
+
+
+def test_every_quick_one_exists() -> None:
+    assert set(QUICK) <= {m.name for m in MUTATIONS}
