@@ -179,6 +179,20 @@ def is_level(cluster: Cluster, group: str) -> bool:
     return any(event["kind"] == "level" or (event["kind"] == "quorum" and event["level"]) for event in life)
 
 
+def test_a_frozen_rank_ends_its_group_only(make_cluster: MakeCluster) -> None:
+    """One rank of two is frozen: its mate ends the group, for a launcher to restart; the other group trains on."""
+    groups = GROUPS[:2]
+    cluster = started(make_cluster, groups, ranks=2, fsdp=1, timeout_ms=12_000)
+    when = cluster.signal("replica_1", signal.SIGSTOP, rank=1)
+    assert cluster.processes["replica_1"][0].wait(30) == 75
+    step = cluster.step("replica_0")
+    cluster.until_step("replica_0", step + 3)
+    cluster.kill("replica_1")
+    cluster.start("replica_1", ranks=2)
+    cluster.until_event("replica_1", "level", after=when)
+    finish(cluster, groups, ["replica_0"], ranks=2)
+
+
 def test_sigterm_leaves_in_good_order(make_cluster: MakeCluster) -> None:
     cluster = started(make_cluster, GROUPS)
     cluster.signal("replica_1", signal.SIGTERM)
