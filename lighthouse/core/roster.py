@@ -292,6 +292,9 @@ class Roster:
         for peer in self.peers.values():
             if peer.connected:
                 peer.heard_ms = self.wakeups.now_ms
+        for pending in self.pending.values():
+            if pending.ping_ms is not None:
+                pending.ping_ms = self.wakeups.now_ms
 
     # --- going ------------------------------------------------------------------------------------------------
 

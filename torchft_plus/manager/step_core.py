@@ -313,11 +313,13 @@ class StepCore:
         return self._take()
 
     def rank_fetch_failed(self, rank: int, report: pb.RankFetchFailed) -> list[Effect]:
-        """The state could not be fetched: start over at the base of the next quorum (rule M6)."""
+        """The state could not be fetched: start over at the base of the next quorum (rule M6).
+
+        That one comes at the next step boundary: the others have done nothing wrong, and lose nothing.
+        """
         if not self.level:
-            self._fetch_failed = True
-            if self.in_force():
-                self._fail(f"rank {rank} could not fetch the state: {report.reason}", None)
+            self._fetch_failed = self._change_wanted = True
+            self._note(f"rank {rank} could not fetch the state: {report.reason}")
         return self._take()
 
     def leave_wanted(self, idle: bool) -> list[Effect]:
@@ -366,7 +368,9 @@ class StepCore:
             self._effects.append(Tell(words.fatal(self.ended or "")))
             self._effects.append(Emit("fatal", {"reason": self.ended}))
             return False
-        if same_head(self.head, base) and not self._fetch_failed:
+        if self._fetch_failed:
+            self._join(base)
+        elif same_head(self.head, base):
             self._retries += 1 if self._attempt.posted else 0
         elif vote and self._held and (vote.step, vote.quorum_id) == (base.step, base.quorum_id):
             self._note(f"rolls step {base.step} forward")

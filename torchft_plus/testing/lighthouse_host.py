@@ -197,6 +197,9 @@ class Lighthouse:
             else:
                 assert isinstance(effect, Note)
                 self.world.trace(self.life.name, "{}", effect.text)
+                if effect.kind == "lost" and "replaced by" in effect.fields["reason"]:
+                    fields = effect.fields
+                    self.simulation.oracle.replaced(Process(fields["replica_id"], fields["incarnation"]))
 
     def _store(self, effect: Store) -> None:
         forms = effect.record.q_last is not None

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lighthouse.core.words import Record
-from lighthouse.messages import Down, Form, Head, Process, Quorum, Retired
+from lighthouse.messages import Down, Form, Head, Process, Quorum
 from torchft_plus.manager.step_core import StepCore
 from torchft_plus.pb import peer_pb2 as pb
 from torchft_plus.testing.content import Gradient, State
@@ -47,6 +47,8 @@ class Oracle:
         self.head_of_step: dict[int, Head] = {}
         """The lineage: who committed each step."""
         self._parents: dict[Key, Head | None] = {}
+        self._given_up: set[Key] = set()
+        """Heads that were in the lineage before a total loss."""
         self.contents: dict[Key, str] = {}
         self.quorums: dict[int, Quorum] = {}
         self.commits: dict[Key, Commit] = {}
@@ -148,10 +150,12 @@ class Oracle:
 
     def _go_back(self, base: Head) -> None:
         self.total_losses += 1
+        self._given_up.update(key_of(head) for head in self.head_of_step.values())
         self.head_of_step.clear()
         head: Head | None = base
         while head is not None and head.step > 0:
             self.head_of_step[head.step] = head
+            self._given_up.discard(key_of(head))
             head = self._parents.get(key_of(head))
 
     def _silent_for_good(self, group: Group) -> bool:
@@ -171,10 +175,12 @@ class Oracle:
                 self.fail("L4", f"quorum {quorum.id} is sent to {process}, who is not in it")
             if record is None or record.q_last != quorum:
                 self.fail("L1", f"quorum {quorum.id} is told and not stored")
-        elif isinstance(message, Retired) and "replaced by" in message.reason:
-            for group in self.groups:
-                if group.process == process and self._is_well(group):
-                    self.fail("L7", f"{process} lives, answers, and {message.reason}")
+
+    def replaced(self, process: Process) -> None:
+        """The Lighthouse takes a newer process in place of one that it did not count as lost (rule L7)."""
+        for group in self.groups:
+            if group.process == process and self._is_well(group):
+                self.fail("L7", f"{process} lives, answers, and was replaced")
 
     def _is_well(self, group: Group) -> bool:
         """True if this group has been reachable and quick for long enough to answer a ping."""
@@ -226,6 +232,8 @@ class Oracle:
             return
         here = self.head_of_step.get(head.step)
         last_step = self._highest_step()
+        if key_of(head) in self._given_up:
+            return  # it learns late of a step that was committed before a total loss
         if here is None and head.step == last_step + 1:
             self._extend(head)
         elif here is None or key_of(here) != key_of(head):
