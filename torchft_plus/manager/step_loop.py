@@ -128,7 +128,9 @@ class StepLoop:
             mark = self._mailbox.mark()
             word = self._mailbox.take()
             if word is None:
-                if not reported and (self._fetcher.report is not None or not wait_for_state):
+                # After a failed fetch the step is taken without state; the next quorum begins the fetch anew.
+                fetch_ended = self._fetcher.report is not None or self._fetcher.failed
+                if not reported and (fetch_ended or not wait_for_state):
                     reported = True
                     self._report_boundary()
                 else:
