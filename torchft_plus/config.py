@@ -335,7 +335,9 @@ def _check_launch(run: RunFile, has_lighthouse_table: bool) -> RunFile:
         )
     for index, entry in enumerate(run.chaos):
         _check_chaos(entry, f"chaos[{index}]", run)
-    return replace(run, fault_tolerance=replace(table, group_size=launch.replicas))
+    complete = replace(table, group_size=launch.replicas)
+    _check_fault_tolerance(complete)
+    return replace(run, fault_tolerance=complete)
 
 
 def _check_chaos(entry: Chaos, where: str, run: RunFile) -> None:

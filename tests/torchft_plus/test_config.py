@@ -84,6 +84,7 @@ def test_without_launch_the_trainer_reads_only_its_own_tables(tmp_path: Path) ->
             ("process_group_timeout_ms (90000)", "60000"),
         ),
         ("fault_tolerance", "group_size = 3\nreplica_id = 3", ("replica_id is 3", "0 to 2")),
+        ("fault_tolerance", "replica_id = 7", ("replica_id is 7", "0 to 2")),
         ("fault_tolerance", "group_size = 3\nreplica_id = -1", ("replica_id is -1", "at least 0")),
         ("fault_tolerance", "replica_id = 'a.b'", ("replica_id", "a.b")),
         ("fault_tolerance", "lighthouse = 'somewhere'", ("fault_tolerance.lighthouse", "host:port")),
