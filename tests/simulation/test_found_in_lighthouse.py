@@ -1,0 +1,173 @@
+"""What the simulator found in the Lighthouse, each as the shortest schedule that shows it."""
+
+from __future__ import annotations
+
+import pytest
+
+from lighthouse.core.quorum_core import QuorumCore
+from lighthouse.core.words import (
+    Connected,
+    CoreConfig,
+    Disconnected,
+    Effect,
+    Ponged,
+    Received,
+    Resumed,
+    Send,
+    SendPing,
+)
+from lighthouse.events import EventLog
+from lighthouse.job import Job, Superseded
+from lighthouse.messages import Ask, Form, Head, Hello, Position, Process, Quorum, Retired
+from lighthouse.storage import MemoryStorage
+from lighthouse.timeouts import Timeouts
+from torchft_plus.testing.seeds import run_seed
+
+START = Head(0, 0, "digest")
+A, B, C, A2 = Process("a", "1"), Process("b", "1"), Process("c", "1"), Process("a", "2")
+TIMEOUTS = Timeouts(12_000, 60_000)
+"""Heartbeats: silent after 1,000 ms."""
+
+
+class Lighthouse:
+    """A core and what it said."""
+
+    def __init__(self, **config: int) -> None:
+        self.core = QuorumCore(CoreConfig(timeouts=TIMEOUTS, **config), None, 1_000, 0)  # type: ignore[arg-type]
+        self.sent: list[tuple[Process, object]] = []
+        self.pings: list[tuple[Process, int]] = []
+        self._take(self.core.start())
+
+    def connect(
+        self, process: Process, session: int, position: Position, now_ms: int, quorum: Quorum | None = None
+    ) -> None:
+        self._take(self.core.handle(Connected(process, session, Hello(position, "x:1", 1, quorum)), now_ms))
+
+    def ask(self, process: Process, session: int, position: Position, now_ms: int) -> None:
+        self._take(self.core.handle(Received(process, session, Ask(position)), now_ms))
+
+    def event(self, event: Disconnected | Ponged | Resumed, now_ms: int) -> None:
+        self._take(self.core.handle(event, now_ms))
+
+    def tick(self, now_ms: int) -> None:
+        self._take(self.core.tick(now_ms))
+
+    def quorums(self) -> list[Quorum]:
+        found: dict[int, Quorum] = {}
+        for _, message in self.sent:
+            if isinstance(message, Form):
+                found[message.quorum.id] = message.quorum
+        return list(found.values())
+
+    def retired(self) -> list[Process]:
+        return [process for process, message in self.sent if isinstance(message, Retired)]
+
+    def _take(self, effects: list[Effect]) -> None:
+        self.core.validate()
+        for effect in effects:
+            if isinstance(effect, Send):
+                self.sent.append((effect.process, effect.message))
+            elif isinstance(effect, SendPing):
+                self.pings.append((effect.process, effect.session))
+
+
+def fresh() -> Position:
+    return Position(0, START, level=True)
+
+
+def two_members(**config: int) -> tuple[Lighthouse, Quorum]:
+    lighthouse = Lighthouse(**{"min_replicas": 1, "expected_replicas": 2, **config})
+    for process in (A, B):
+        lighthouse.connect(process, 1, fresh(), 0)
+        lighthouse.ask(process, 1, fresh(), 0)
+    (quorum,) = lighthouse.quorums()
+    return lighthouse, quorum
+
+
+def test_a_repeated_old_ask_does_not_start_the_clock_of_the_next_round() -> None:
+    """Seed 331, crash: a member was left out because the other's ask of the round before counted as the first one."""
+    lighthouse, quorum = two_members(join_timeout_ms=500)
+    lighthouse.ask(A, 1, fresh(), 10)  # sent twice, read after the quorum was formed
+    lighthouse.connect(C, 1, fresh(), 900)
+    lighthouse.ask(C, 1, fresh(), 900)
+    at_boundary = Position(quorum.id, Head(1, quorum.id), level=True)
+    lighthouse.ask(A, 1, at_boundary, 950)
+    assert lighthouse.quorums() == [quorum], "b has 500 ms to ask too"
+    lighthouse.ask(B, 1, at_boundary, 952)
+    assert len(lighthouse.quorums()[-1].members) == 3
+
+
+def test_a_total_loss_waits_for_whoever_is_here_with_more() -> None:
+    """Seeds 29, outage, and 182, names: its ask was still on the way."""
+    lighthouse, quorum = two_members(restart_timeout_ms=100, join_timeout_ms=500, reconnect_grace_ms=0)
+    lighthouse.event(Disconnected(A, 1), 10)
+    lighthouse.event(Disconnected(B, 1), 10)
+    lighthouse.connect(C, 1, fresh(), 20)
+    lighthouse.ask(C, 1, fresh(), 20)
+    lighthouse.connect(Process("d", "1"), 1, Position(0, Head(7, 5), level=True), 20)
+    lighthouse.tick(70_000)  # a and b are silent for longer than the outage limit...
+    assert lighthouse.quorums() == [quorum]
+    # ...and c and d were too; both come back, d says what it has before it asks
+    lighthouse.connect(C, 2, fresh(), 70_010)
+    lighthouse.connect(Process("d", "1"), 2, Position(0, Head(7, 5), level=True), 70_010)
+    lighthouse.ask(C, 2, fresh(), 70_020)
+    lighthouse.tick(70_500)
+    assert lighthouse.quorums() == [quorum], "d brings step 7"
+    lighthouse.ask(Process("d", "1"), 2, Position(0, Head(7, 5), level=True), 70_510)
+    assert lighthouse.quorums()[-1].base == Head(7, 5)
+
+
+def test_an_abandoned_session_does_not_displace_the_newer_one_of_a_newcomer() -> None:
+    """Seed 927: the newcomer's second stream was read first; it was never answered again."""
+    lighthouse, _ = two_members()
+    lighthouse.connect(A2, 2, fresh(), 10)
+    lighthouse.connect(A2, 1, fresh(), 11)
+    lighthouse.event(Disconnected(A2, 1), 12)
+    lighthouse.ask(A2, 2, fresh(), 13)
+    lighthouse.event(Disconnected(A, 1), 20)
+    lighthouse.tick(200)
+    assert [view.state for view in lighthouse.core.view(200).peers if view.process == A2] == ["joiner"]
+
+
+def test_a_process_that_reconnects_is_pinged_again() -> None:
+    """Seed 297, names: the ping was lost with the old stream, and the healthy process was replaced."""
+    lighthouse, _ = two_members()
+    lighthouse.event(Resumed(), 5)
+    lighthouse.connect(A2, 1, fresh(), 10)
+    assert lighthouse.pings == [(A, 1)]
+    lighthouse.event(Disconnected(A, 1), 20)
+    lighthouse.connect(A, 2, fresh(), 40)
+    assert lighthouse.pings[-1] == (A, 2)
+    lighthouse.event(Ponged(A, 2), 60)
+    assert lighthouse.retired() == [A2]
+
+
+def test_after_a_pause_of_its_own_everybody_is_given_time_to_speak() -> None:
+    """Seeds 108 and 20082, names: silence and pings ran on through the pause."""
+    lighthouse, _ = two_members()
+    lighthouse.connect(A2, 1, fresh(), 10)
+    lighthouse.event(Resumed(), 1_005)
+    lighthouse.tick(1_500)
+    assert lighthouse.retired() == []
+    lighthouse.event(Ponged(A, 1), 1_600)
+    assert lighthouse.retired() == [A2]
+
+
+def test_a_lighthouse_that_was_replaced_notices_without_storing_anything(tmp_path: object) -> None:
+    """Seeds 226 and 275: it went on answering heartbeats of members that the newer one counted as gone."""
+    del tmp_path
+    storage, events, config = MemoryStorage(), EventLog(None, "lighthouse"), CoreConfig(timeouts=TIMEOUTS)
+    old = Job("job", QuorumCore(config, storage.load("job"), 1_000, 0), storage, events)
+    old.start()
+    old.check_owner()
+    new = Job("job", QuorumCore(config, storage.load("job"), 1_000, 0), storage, events)
+    new.start()
+    new.check_owner()
+    with pytest.raises(Superseded):
+        old.check_owner()
+
+
+@pytest.mark.parametrize("seed", [32, 105, 121, 190, 204, 206, 209, 236, 238])
+def test_a_heartbeat_is_answered_after_the_revocation(seed: int) -> None:
+    """The answer came first and ended the outage: the member committed before it read the revocation."""
+    run_seed(seed, "outage")
