@@ -11,7 +11,7 @@ from torchft_plus.manager.effects import Effect, SendPeers, SendUp, Tell
 from torchft_plus.manager.step_core import GroupInfo, StepCore
 from torchft_plus.pb import peer_pb2 as pb
 
-ME, OTHER, THIRD = Process("a", "1"), Process("b", "1"), Process("c", "1")
+ME = Process("a", "1")
 START = Head(0, 0, "digest")
 NO_HELLOS: Mapping[int, pb.PeerHello] = {0: pb.PeerHello(), 1: pb.PeerHello()}
 
@@ -105,9 +105,9 @@ def test_a_yes_that_is_read_after_the_outage_limit_commits_nothing() -> None:
     assert words(core.heard(70_000), "commit"), "the quorum is still in force: the Lighthouse has answered"
 
 
-def joiner(base: Head = Head(5, 1)) -> StepCore:
+def joiner() -> StepCore:
     core = make_core()
-    core.form(quorum(2, base, b=True, a=False), 0)
+    core.form(quorum(2, Head(5, 1), b=True, a=False), 0)
     assert not core.level
     return core
 
