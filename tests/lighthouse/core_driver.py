@@ -59,6 +59,8 @@ class Driver:
         self.pings: list[Process] = []
         self.closed: list[tuple[Process, int]] = []
         self.sessions: dict[Process, int] = defaultdict(int)
+        self.steps: dict[Process, int] = defaultdict(int)
+        """What heartbeats say."""
         self.quorums: list[Quorum] = []
         self._carry_out(self.core.start())
 
@@ -80,7 +82,7 @@ class Driver:
         self.event(Received(who, self.sessions[who], message))
 
     def beat(self, name: str, counter: int, phase: str = "compute") -> None:
-        self.up(name, Beat(Progress(0, phase, counter)))
+        self.up(name, Beat(Progress(self.steps[process(name)], phase, counter)))
 
     def fault(self, name: str, peer: str | None = None) -> None:
         self.up(name, Fault(self.quorum.id, peer, "broken"))

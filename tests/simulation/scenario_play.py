@@ -13,7 +13,7 @@ from core_driver import CLOCK_SECONDS, START, Driver, name_of, process
 from scenario_script import Grammar, Line, ScenarioError
 
 from lighthouse.core.base import holds
-from lighthouse.messages import Announce, Ask, Down, Form, Head, Position, Quorum, Retired, Revoke, Vote
+from lighthouse.messages import Announce, Down, Form, Head, Position, Quorum, Retired, Revoke, Vote
 
 STRIDE_MS = 500
 """Words are read at least so often while time passes."""
@@ -104,7 +104,7 @@ class Play:
             disk = self.disks.get(process(name).replica_id)
             self.cast[name] = Member(name, disk or START, disk)
             self.reconnect([name])
-        self.ask(names)
+        self.ask([name for name in names if self.cast[name].alive])
 
     def restart(self, old: str, new: str) -> None:
         """A new process of the same replica, with what is on its disk; the old one is not touched."""
@@ -163,6 +163,7 @@ class Play:
     def tick(self, ms: int) -> None:
         """Time passes; whoever can be heard is heard."""
         end_ms = self.driver.now_ms + ms
+        self.driver.steps.update((process(m.name), m.head.step) for m in self.cast.values())
         while self.driver.now_ms < end_ms:
             heard = " ".join(m.name for m in self.cast.values() if m.alive and m.reachable and m.connected)
             self.driver.wait(min(STRIDE_MS, end_ms - self.driver.now_ms), beats=heard)
@@ -417,8 +418,8 @@ GRAMMAR = Grammar(
         "expect reason TEXT": Play.expect_reason,
         "expect roll forward": Play.expect_roll_forward,
         "expect retry": Play.expect_retry,
-        "expect revoke WORD": Play.expect_revoke,
-        "expect revoke WORD to NAMES": Play.expect_revoke,
+        "expect revoke HOW": Play.expect_revoke,
+        "expect revoke HOW to NAMES": Play.expect_revoke,
         "expect no revoke": Play.expect_no_revoke,
         "expect announce TEXT": Play.expect_announce,
         "expect no announce": Play.expect_no_announce,
@@ -426,6 +427,6 @@ GRAMMAR = Grammar(
         "expect left NAMES": Play.expect_left,
         "expect stays NAMES": Play.expect_stays,
         "expect turned away NAME": Play.expect_turned_away,
-        "expect turned away NAME: TEXT": Play.expect_turned_away,
+        "expect turned away NAME because TEXT": Play.expect_turned_away,
     }
 )

@@ -1,6 +1,6 @@
 """Reads a scenario: one event or expectation a line, matched against sentences with blanks.
 
-Blanks of a sentence are NAME, NAMES, MEMBERS, TIME, NUMBER, WORD and TEXT; a sentence may be known in several forms.
+Blanks of a sentence are NAME, NAMES, MEMBERS, TIME, NUMBER, WORD, HOW and TEXT; a sentence may be known in several forms.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ _BLANKS: dict[str, str] = {
     "TIME": r"(\d+(?:ms|s|min|h))",
     "NUMBER": r"(\d+)",
     "WORD": r"(\w+)",
+    "HOW": r"(now|boundary)",
     "TEXT": r"(.+)",
 }
 _UNITS_MS = {"ms": 1, "s": 1_000, "min": 60_000, "h": 3_600_000}
@@ -76,7 +77,7 @@ class Grammar:
 
 
 def _compile(sentence: str) -> tuple[re.Pattern[str], Sequence[str]]:
-    blanks = [word.strip("{}") for word in sentence.split() if word.strip("{}") in _BLANKS]
+    blanks = [word for word in sentence.split() if word in _BLANKS]
     words = [_BLANKS.get(word, re.escape(word)) for word in sentence.split()]
     return re.compile(" ".join(words)), blanks
 
