@@ -209,6 +209,7 @@ class LeaderAgent(Agent):
         self._client: LighthouseClient | None = None
         self._mesh: Mesh | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_ms = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._address = ""
@@ -441,13 +442,19 @@ class LeaderAgent(Agent):
         self._carry_out(core.mesh_ready(quorum.id, hellos, layout))
 
     def _arm_timer(self) -> None:
+        """Have the core's deadlines looked after.
+
+        A timer that rings too early is left alone, as its tick sets the next: deadlines move in each step, but hardly
+        ever come.
+        """
+        deadline_ms = self._core.deadline_ms() if self._core is not None else None
+        if deadline_ms is None or (self._timer is not None and self._timer_ms <= deadline_ms):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        deadline_ms = self._core.deadline_ms() if self._core is not None else None
-        if deadline_ms is not None:
-            delay = max(0.0, (deadline_ms - self._now_ms()) / 1000)
-            self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+        delay = max(0.0, (deadline_ms - self._now_ms()) / 1000)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._tick)
+        self._timer_ms = deadline_ms
 
     def _now_ms(self) -> int:
         """Monotonic time; the core also learns until when the Lighthouse has certainly heard this process (rule M8)."""
