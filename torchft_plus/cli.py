@@ -23,6 +23,8 @@ Quorum-based fault tolerance for PyTorch and TorchTitan.
       Run a Lighthouse by itself (torchft-plus lighthouse --help).
   torchft-plus status [--address HOST:PORT] [--job_id ID] [--story]
       Ask a Lighthouse what it knows, and why.
+  torchft-plus simulate [--preset llama3] ...
+      Goodput under a failure rate, beside checkpoint-restart and torchft-like policies (docs/simulation.md).
 """
 
 _RUN_EPILOG = """\
@@ -50,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from lighthouse.cli import main as lighthouse_main
 
         return lighthouse_main(words[1:] if words[0] == "lighthouse" else words)
+    if words[:1] == ["simulate"]:
+        from torchft_plus.goodput.command import main as simulate_main
+
+        return simulate_main(words[1:])
     options, rest = _parser().parse_known_args(words)
     try:
         if options.command == "run":
@@ -74,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "torchft-plus", description=_DESCRIPTION, formatter_class=raw, usage=argparse.SUPPRESS
     )
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | check | lighthouse | status"
+        dest="command", required=True, metavar="run | check | lighthouse | status | simulate"
     )
     run = commands.add_parser(
         "run",
@@ -89,4 +95,5 @@ def _parser() -> argparse.ArgumentParser:
         command.usage = f"torchft-plus {'run' if command is run else 'check'} FILE [--section.key value ...]"
     commands.add_parser("lighthouse", help="run a Lighthouse by itself", add_help=False)
     commands.add_parser("status", help="ask a Lighthouse what it knows", add_help=False)
+    commands.add_parser("simulate", help="goodput under a failure rate", add_help=False)
     return parser
