@@ -25,7 +25,7 @@ from lighthouse.core.words import (
     Resumed,
 )
 from lighthouse.events import EventLog
-from lighthouse.job import BEAT_ANSWER, Job, Session, Superseded
+from lighthouse.job import Job, Session, Superseded
 from lighthouse.messages import Ask, Beat, Fault
 from lighthouse.pb import lighthouse_pb2 as pb
 from lighthouse.rpc import SERVER_OPTIONS, SERVICE, join_address, parse_address
@@ -71,6 +71,7 @@ class LighthouseDaemon:
         heartbeat_ms = config.timeouts.heartbeat_timeout_ms
         self._clock = RunningClock(max(2 * tick_ms, min(1_000, heartbeat_ms // 2)))
         self._wake = asyncio.Event()
+        self._wake_at_ms = 0
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, bind: str) -> grpc.aio.Server:
@@ -140,6 +141,7 @@ class LighthouseDaemon:
             self._wake.clear()
             deadlines = [d for job in self._jobs.values() if (d := job.core.deadline()) is not None]
             wait_ms = min([self._tick_ms, *(max(1, d - now_ms) for d in deadlines)])
+            self._wake_at_ms = now_ms + wait_ms
             try:
                 async with asyncio.timeout(wait_ms / 1000):
                     await self._wake.wait()
@@ -147,14 +149,28 @@ class LighthouseDaemon:
                 continue
 
     def _handle(self, job: Job, event: Connected | Received | Ponged | Disconnected | ExitSeen) -> None:
-        """Give an event to a core. If the store is lost the whole Lighthouse ends: it has no say any more."""
+        """Give an event to a core, which decides when all has been read that came together with it."""
         if self._stopping.done():
             return
         try:
-            job.handle(event, self._now_ms())
+            settling = job.unsettled
+            job.note(event, self._now_ms())
+            if job.unsettled and not settling:
+                asyncio.get_running_loop().call_soon(self._settle, job)
         except (Superseded, StorageError) as error:
             self._stopping.set_exception(error)
-        self._wake.set()
+
+    def _settle(self, job: Job) -> None:
+        """Let a core decide. If the store is lost the whole Lighthouse ends: it has no say any more."""
+        if self._stopping.done():
+            return
+        try:
+            job.settle(self._now_ms())
+        except (Superseded, StorageError) as error:
+            self._stopping.set_exception(error)
+        deadline_ms = job.core.deadline()
+        if deadline_ms is not None and deadline_ms < self._wake_at_ms:
+            self._wake.set()
 
     def _job(self, job_id: str) -> Job:
         job = self._jobs.get(job_id)
@@ -190,9 +206,7 @@ class LighthouseDaemon:
         writer = asyncio.create_task(self._write(session, context))
         try:
             self._handle(job, Connected(*key, opening.hello))
-            # After what the core has to say: the answer ends an outage for the member (rule M8), and it must not act
-            # under its quorum between the answer and a revocation.
-            session.put(BEAT_ANSWER)
+            job.answer(session)
             await asyncio.wait({reader, writer, self._stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             reader.cancel()
@@ -233,7 +247,7 @@ class LighthouseDaemon:
             match wire.decode_up(data):
                 case Beat() as beat:
                     self._handle(job, Received(process, number, beat))
-                    session.put(BEAT_ANSWER)
+                    job.answer(session)
                 case (Ask() | Fault()) as message:
                     self._handle(job, Received(process, number, message))
                 case wire.Pong():

@@ -60,14 +60,41 @@ class Job:
         self._storage = storage
         self._events = events
         self._encoded: tuple[Down, bytes] | None = None
+        self._unanswered: list[Session] = []
+        self.unsettled = False
+        """Events were noted on which the core has not decided yet: ``settle`` is due."""
 
     def start(self) -> None:
         """Claim the epoch; raises Superseded, StorageError."""
         self._carry_out(self.core.start())
 
     def handle(self, event: Event, now_ms: int) -> None:
-        """Take an event; raises Superseded, StorageError."""
+        """Take an event and decide; raises Superseded, StorageError."""
         self._carry_out(self.core.handle(event, now_ms))
+
+    def note(self, event: Event, now_ms: int) -> None:
+        """Take an event; what came together is decided together, by ``settle``."""
+        if self.core.note(event, now_ms):
+            self.unsettled = True
+
+    def answer(self, session: Session) -> None:
+        """Tell a member that it is heard, after what the core has to say.
+
+        The answer ends an outage for the member (rule M8), and it must not act under its quorum between the answer
+        and a revocation.
+        """
+        if self.unsettled:
+            self._unanswered.append(session)
+        else:
+            session.put(BEAT_ANSWER)
+
+    def settle(self, now_ms: int) -> None:
+        """Decide on what was noted; raises Superseded, StorageError."""
+        self.unsettled = False
+        self._carry_out(self.core.tick(now_ms))
+        for session in self._unanswered:
+            session.put(BEAT_ANSWER)
+        self._unanswered.clear()
 
     def tick(self, now_ms: int) -> None:
         """Let time pass, if something is due; raises Superseded, StorageError."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from lighthouse.core.base import choose_base, choose_restart_base, holds, holds_after_reload
 from lighthouse.core.blame import Blame
-from lighthouse.core.roster import Peer, Roster
+from lighthouse.core.roster import MAX_REMEMBERED, Peer, Roster
 from lighthouse.core.words import CoreConfig
 from lighthouse.messages import Head, Process, Quorum
 
@@ -232,6 +233,7 @@ def _order(peer: Peer, roster: Roster) -> tuple[int, tuple[tuple[int, str | int]
     return (roster.ranks.get(peer.process, len(roster.ranks)), natural(peer.replica_id))
 
 
+@lru_cache(maxsize=MAX_REMEMBERED)
 def natural(name: str) -> tuple[tuple[int, str | int], ...]:
     """Sort key that orders the numbers in names by value."""
     parts = re.findall(r"\d+|\D+", name)

@@ -86,10 +86,18 @@ class QuorumCore:
 
     def handle(self, event: Event, now_ms: int) -> list[Effect]:
         """Take an event; returns what to do, in order."""
-        self._wakeups.now_ms = now_ms
-        if self._apply(event):
+        if self.note(event, now_ms):
             self._advance()
         return self._take()
+
+    def note(self, event: Event, now_ms: int) -> bool:
+        """Take an event, and leave the decisions to the next ``tick``; False if there is nothing to decide.
+
+        The rules look at the state only, so that many events may share one look: each costs as much as there are
+        members.
+        """
+        self._wakeups.now_ms = now_ms
+        return self._apply(event)
 
     def tick(self, now_ms: int) -> list[Effect]:
         """Time has passed."""
@@ -188,7 +196,7 @@ class QuorumCore:
     def _only_one_less(self, peer: Peer) -> bool:
         """True if the round goes on as before, with one member less to wait for (most asks of a large quorum)."""
         round_ = self._round
-        if round_ is None or not round_.now or round_.first_ask_ms is None or not self._roster.counts(peer):
+        if round_ is None or round_.first_ask_ms is None or not self._roster.counts(peer):
             return False
         self._awaited.discard(peer.replica_id)
         return bool(self._awaited) and self._roster.is_member(peer)

@@ -218,7 +218,21 @@ class Roster:
         self.effects.append(Note(f"{process} connected (session {session})", "connected", fields))
         return peer
 
+    def _has_replaced(self, new: Pending, current: Peer) -> bool:
+        """True if ``new`` is in a later quorum than ``current``: an earlier Lighthouse had taken its hello.
+
+        A Lighthouse that lost its store meets both in any order, if the replaced one was frozen and not dead.
+        """
+        quorum = new.hello.quorum
+        known = [q for q in (current.adopted, self.q_last) if q and q.rank_of(current.process) is not None]
+        in_it = quorum is not None and quorum.rank_of(new.process) is not None
+        return in_it and all(quorum.id > other.id for other in known)
+
     def _meet_other_incarnation(self, current: Peer, new: Pending) -> Peer | None:
+        if self._has_replaced(new, current):
+            self.pending.pop(new.process.replica_id, None)
+            self.retire(current.process, f"it was replaced by {new.process}")
+            return self._accept(new.process, new.session, new.hello)
         older = self.pending.get(new.process.replica_id)
         if older is not None and older.process != new.process:
             reason = (
@@ -260,7 +274,7 @@ class Roster:
         self._progress(peer, previous.progress if previous is not None else None, position.progress)
 
     def beat(self, peer: Peer, progress: Progress) -> bool:
-        """A heartbeat came; True if it may change who is awaited."""
+        """A heartbeat came; True if it changes who is awaited now, and not only when somebody will be overdue."""
         if peer.position is None:
             return False
         previous = peer.position.progress
@@ -271,7 +285,9 @@ class Roster:
             )
         was_overdue = peer.overdue
         self._progress(peer, previous, progress)
-        return was_overdue != peer.overdue or previous.phase != progress.phase
+        if previous.phase != progress.phase:
+            self.wakeups.due(self.wakeups.now_ms + self.config.timeouts.timeout_ms)
+        return was_overdue != peer.overdue
 
     def _progress(self, peer: Peer, previous: Progress | None, progress: Progress) -> None:
         now_ms = peer.heard_ms = self.wakeups.now_ms
@@ -364,11 +380,13 @@ class Roster:
         """Mark those for whom others wait while their training stands still (rule L6, F26)."""
         there = [p for p in self.peers.values() if p.connected and (self.is_member(p) or p.ask is not None)]
         waiting = [p.waiting_since_ms for p in there if p.waiting_since_ms is not None]
-        limit_ms = self.config.timeouts.timeout_ms
+        if not waiting:
+            return
+        since_ms, limit_ms = min(waiting), self.config.timeouts.timeout_ms
         for peer in there:
             if peer.overdue or peer.waiting_since_ms is not None:
                 continue
-            if waiting and self.wakeups.due(max(peer.moved_ms, min(waiting)) + limit_ms):
+            if self.wakeups.due(max(peer.moved_ms, since_ms) + limit_ms):
                 peer.overdue = True
                 step = peer.position.progress.step if peer.position is not None else 0
                 self._note_lost(
