@@ -224,9 +224,10 @@ class Roster:
         A Lighthouse that lost its store meets both in any order, if the replaced one was frozen and not dead.
         """
         quorum = new.hello.quorum
+        if quorum is None or quorum.rank_of(new.process) is None:
+            return False
         known = [q for q in (current.adopted, self.q_last) if q and q.rank_of(current.process) is not None]
-        in_it = quorum is not None and quorum.rank_of(new.process) is not None
-        return in_it and all(quorum.id > other.id for other in known)
+        return all(quorum.id > other.id for other in known)
 
     def _meet_other_incarnation(self, current: Peer, new: Pending) -> Peer | None:
         if self._has_replaced(new, current):

@@ -21,6 +21,7 @@ from lighthouse.core.words import (
     Ponged,
     Received,
     Record,
+    Resumed,
     Send,
     SendPing,
     Store,
@@ -266,6 +267,28 @@ class World:
     def _die(self, node: Node) -> None:
         node.alive = False
         self.break_stream(node, keep=True)
+
+    def report_exit(self, node: Node, by_name: bool) -> None:
+        """A launcher reports late; an operator vouches for a replica of which nothing lives."""
+        replica_id = node.who.replica_id
+        if by_name and not any(n.alive for n in self.nodes if n.who.replica_id == replica_id):
+            self.handle(ExitSeen(Process(replica_id, "")))
+        elif not node.alive:
+            self.handle(ExitSeen(node.who))
+
+    def stand_still(self, still: Node) -> None:
+        """The training of one does nothing for a minute while its control thread beats and the others wait."""
+        for _ in range(13):
+            for node in self.nodes:
+                phase = "compute" if node is still else "reduce"
+                self.send(node, Beat(Progress(node.head.step, phase, node.counter)))
+                while node.up.get(node.session):
+                    self.deliver_up(node, node.session)
+            self.tick(4_900)
+
+    def pause_lighthouse(self) -> None:
+        """It was frozen: its running clock stood still, streams broke meanwhile, and it is told so first (F22)."""
+        self.handle(Resumed())
 
     def leave(self, node: Node) -> None:
         node.leaving = True

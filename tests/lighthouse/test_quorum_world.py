@@ -99,6 +99,23 @@ class Schedule(RuleBasedStateMachine):
         if node.alive:
             self.world.crash(node, seen)
 
+    @rule(number=numbers, by_name=st.booleans())
+    def report_exit(self, number: int, by_name: bool) -> None:
+        """Late, or again; of a living one it says nothing."""
+        self.world.report_exit(self.world.nodes[number % len(self.world.nodes)], by_name)
+
+    @rule(number=numbers)
+    def stand_still(self, number: int) -> None:
+        """A pause of one training thread, long enough to be overdue."""
+        self.world.stand_still(self.pick(number))
+
+    @rule(number=numbers, streams=st.integers(0, 3), keep=st.booleans())
+    def pause_lighthouse(self, number: int, streams: int, keep: bool) -> None:
+        """Some of its streams may have broken meanwhile."""
+        self.world.pause_lighthouse()
+        for other in range(streams):
+            self.world.break_stream(self.pick(number + other), keep)
+
     @rule(number=numbers)
     def start_again(self, number: int) -> None:
         """Also while the old one lives: duplicates happen."""
@@ -150,6 +167,9 @@ FAULTS: list[Callable[[Schedule, int, int, bool], None]] = [
     lambda machine, n, *_: machine.leave(n),
     lambda machine, n, *_: machine.save(n),
     lambda machine, n, *_: machine.restart_lighthouse(n > 1),
+    lambda machine, n, _, yes: machine.report_exit(n, yes),
+    lambda machine, n, *_: machine.stand_still(n),
+    lambda machine, n, m, yes: machine.pause_lighthouse(n, m % 4, yes),
     lambda machine, n, *_: machine.lighthouse_dies_in_the_middle_of_its_next_words(n % 4),
 ]
 
