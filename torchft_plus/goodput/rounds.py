@@ -32,7 +32,7 @@ class Recovery:
     """Longest gap between two commits while a group joins, fetches and becomes level."""
 
 
-class _Launcher(Launcher):
+class QuietLauncher(Launcher):
     """Restarts nobody by itself."""
 
     def group_ended(self, group: Group, silently: bool) -> None:
@@ -77,7 +77,7 @@ class _Trial:
         self._simulation = Simulation(settings)
         self._world = self._simulation.world
         self._world.calm = True
-        self._launcher = _Launcher(self._simulation)
+        self._launcher = QuietLauncher(self._simulation)
         self._simulation.launcher = self._launcher
         self._simulation.oracle.groups = self._launcher.all
         self._commits_ms: list[int] = []

@@ -126,12 +126,11 @@ PRESETS = {
         },
     ),
     "crash-every-180s": Preset(
-        "one node of 16 groups crashes every 180 s; the torchft-like policies average every 20 steps",
+        "one node of 16 groups crashes every 180 s in the mean; the torchft-like policies average every 20 steps",
         {
             "replicas": 16,
             "hours": 24,
             "mtbf_s": 180.0,
-            "regular": True,
             "step_s": 2.0,
             "restart_s": 60.0,
             "state_gb": 100.0,

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lighthouse.timeouts import Timeouts
 from torchft_plus.goodput.failures import Failure, failures_of
 from torchft_plus.goodput.ledger import Account
-from torchft_plus.goodput.rounds import Recovery, measure
+from torchft_plus.goodput.rounds import QuietLauncher, Recovery, measure
 from torchft_plus.goodput.scenario import POLICIES, Scenario
 from torchft_plus.goodput.study import run_policy, run_study
+from torchft_plus.testing.simulation import Simulation
+from torchft_plus.testing.world import Settings
 
 PLAIN = Scenario(
     replicas=4,
@@ -174,3 +177,61 @@ def test_a_study_depends_on_its_seeds_only() -> None:
     later = run_study(scenario, ["torchft"], 1, first_seed=2)
     assert later.accounts["torchft"][0] == first.accounts["torchft"][2]
     assert first.accounts["ours"][0] != first.accounts["ours"][1]
+
+
+def test_the_arithmetic_agrees_with_the_whole_protocol() -> None:
+    """Every step of 100 s played for real, with four deaths, beside the same run counted by arithmetic."""
+    scenario = Scenario(
+        replicas=3,
+        hours=100 / 3_600,
+        mtbf_s=math.inf,
+        step_s=0.5,
+        restart_s=4.0,
+        state_gb=1.0,
+        bandwidth_gbps=8.0,  # 1 s
+        reconfigure_s=0.0,
+        reduce_share=0.02,
+        apply_share=0.0,
+    )
+    failures = [Failure(at_s, group) for at_s, group in ((10.1, 0), (30.3, 1), (31.7, 2), (70.2, 1))]
+    expected = run_policy("ours", scenario, failures, measure(3, 3, 0), 0)
+    simulated, contributions = play_every_step(scenario, failures)
+    assert simulated.oracle.lost_gradients == 0 and simulated.oracle.total_losses == 0
+    assert contributions == pytest.approx(expected.goodput * 600, rel=0.03)
+    assert expected.goodput < 0.95
+
+
+def play_every_step(scenario: Scenario, failures: list[Failure]) -> tuple[Simulation, int]:
+    """The simulator, with steps, restarts and transfers of these lengths; returns steps x contributors."""
+    compute_ms = round(scenario.step_s * 1_000) - 8  # reduction and votes take about 8 ms
+    values = Settings(
+        seed=1,
+        groups=scenario.replicas,
+        expected_replicas=scenario.replicas,
+        timeouts=Timeouts(),
+        join_timeout_ms=60_000,
+        compute_ms=(compute_ms, compute_ms),
+        apply_ms=(0, 0),
+        transfer_ms=(1_000, 1_000),
+        delay_ms=(0, 2),
+        slow_message_chance=0.0,
+        profile="crash",
+        faults=0,
+    )
+    simulation = Simulation(values)
+    world, launcher = simulation.world, QuietLauncher(simulation)
+    world.calm = True
+    simulation.launcher, simulation.oracle.groups = launcher, launcher.all
+    simulation.start_lighthouse()
+    for group in range(scenario.replicas):
+        launcher.start(f"replica_{group}")
+    assert world.scheduler.run(5_000, lambda: simulation.oracle.calm_steps == 1)
+    begin_ms, before = world.now_ms, set(simulation.oracle.commits)
+    for failure in failures:
+        world.scheduler.run(begin_ms + round(failure.at_s * 1_000))
+        name = f"replica_{failure.group}"
+        launcher.groups[name].end(-9, "killed")
+        world.scheduler.after(scenario.restart_s * 1_000, launcher.start, name)
+    world.scheduler.run(begin_ms + round(scenario.duration_s * 1_000))
+    commits = simulation.oracle.commits
+    return simulation, sum(len(commits[key].contributions) for key in commits if key not in before)
