@@ -22,11 +22,14 @@ def draw_svg(study: Study) -> str:
     def y(goodput: float) -> float:
         return BOTTOM - goodput * (BOTTOM - TOP)
 
+    about = describe(study)
+    length = min(WIDTH - LEFT - 20, 4.6 * len(about))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="28" font-size="17">Goodput: mean, 5th to 95th percentile of {study.seeds} seeds</text>',
-        f'<text x="{LEFT}" y="48" font-size="9" fill="#555">{escape(describe(study))}</text>',
+        f'<text x="{LEFT}" y="48" font-size="9" fill="#555" textLength="{length:.0f}" '
+        f'lengthAdjust="spacingAndGlyphs">{escape(about)}</text>',
     ]
     for tenth in range(0, 11, 2):
         at = y(tenth / 10)
