@@ -27,7 +27,7 @@ PROFILES: dict[str, dict[str, int]] = {
     },
     "members": {"leave": 5, "crash": 4, "power_loss": 2, "break": 2, "pause": 2, "object": 2},
     "joiners": {"crash": 8, "power_loss": 2, "break": 2},
-    "names": {"duplicate": 6, "crash": 4, "lighthouse_pause": 3, "break": 2, "pause": 1},
+    "names": {"duplicate": 5, "crash": 5, "power_loss": 3, "lighthouse_pause": 6, "break": 1},
     "outage": {"deaf": 6, "crash": 6, "hibernate": 3, "partition": 1},
     "all": {
         "crash": 6,

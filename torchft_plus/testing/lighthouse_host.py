@@ -79,6 +79,10 @@ class Lighthouse:
         reason = self.core.gone_because(process) or ""
         return "replaced by" in reason or "another incarnation" in reason
 
+    def released(self, process: Process) -> bool:
+        """True if ``process`` was let go in good order: what it holds is its own affair now."""
+        return "left in good order" in (self.core.gone_because(process) or "")
+
     def connected(self, process: Process) -> bool:
         """True if ``process`` has an open session here."""
         return any(key[0] == process for key in self._sessions)

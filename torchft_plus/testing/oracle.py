@@ -142,6 +142,8 @@ class Oracle:
             core = group.core
             if not group.alive or core is None or core.ended is not None or self._outside(group):
                 continue
+            if lighthouse.released(group.process):
+                continue
             member = before is not None and before.rank_of(group.process) is not None
             awaited = lighthouse.connected(group.process) or (member and not self._silent_for_good(group))
             if awaited and core.level and core.head.order > base.order:
@@ -177,9 +179,10 @@ class Oracle:
                 self.fail("L1", f"quorum {quorum.id} is told and not stored")
 
     def replaced(self, process: Process) -> None:
-        """The Lighthouse takes a newer process in place of one that it did not count as lost (rule L7)."""
+        """The Lighthouse takes another process of the name in place of one that it did not count as lost (rule L7)."""
         for group in self.groups:
-            if group.process == process and self._is_well(group):
+            trains = group.core is not None and group.core.adopted is not None
+            if group.process == process and trains and self._is_well(group):
                 self.fail("L7", f"{process} lives, answers, and was replaced")
 
     def _is_well(self, group: Group) -> bool:

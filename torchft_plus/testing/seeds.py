@@ -58,6 +58,10 @@ def _fit(settings: Settings) -> Settings:
     """What a profile needs to be what it says."""
     if settings.profile == "crash":
         return replace(settings, slow_message_chance=0.0)  # a slow network may cost a healthy group its step
+    if settings.profile == "names":
+        return replace(
+            settings, reports_exits=False, groups=min(settings.groups, 3)
+        )  # newcomers have to wait
     if settings.profile == "joiners":
         # Deaths around the votes of quorums in which somebody is still without the state.
         slow = replace(settings, equal_start=False, transfer_ms=(300, 1_500), min_replicas=1)
