@@ -175,3 +175,12 @@ def test_the_last_holder_that_has_to_stay_lets_the_joiners_fetch() -> None:
     yes_of(core, 2, 3, 1)
     (block,) = blocks(post(core, 2, 4))
     assert block.change_wanted, "now it may go"
+
+
+def test_who_is_out_has_no_deadline_left() -> None:
+    """Seed 620, names: the agent of a retired group ticked without end."""
+    core = make_core()
+    core.form(quorum(1, START, a=True, b=True), 0)
+    assert core.deadline_ms() is not None
+    core.retired("it was replaced", left=False)
+    assert core.deadline_ms() is None

@@ -342,6 +342,8 @@ class StepCore:
 
     def deadline_ms(self) -> int | None:
         """When ``tick`` has something to do, if nothing else happens."""
+        if not self.in_force():
+            return None
         times = [self._configure_deadline_ms, self._wait_deadline_ms()]
         return min((time for time in times if time is not None), default=None)
 
