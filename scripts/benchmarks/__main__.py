@@ -2,6 +2,7 @@
 
     scripts/bench overhead     step time with nobody failing, as a ratio to plain DDP over gloo
     scripts/bench recovery     what a SIGKILL of one of three replica groups costs the others
+    scripts/bench lighthouse   what 16 to 4,096 replica groups cost a Lighthouse, and how fast it answers them
 
 torchft is measured in an environment of its own: .venv-torchft, made at need, or the one that --torchft-python or
 $TORCHFT_PYTHON names.
@@ -15,7 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import overhead, recovery, report, torchft_environment
+from benchmarks import lighthouse_load, overhead, recovery, report, torchft_environment
 from benchmarks.children import ROOT, ChildFailed
 
 SYSTEMS = ("torchft_plus", "torchft")
@@ -48,13 +49,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     part.add_argument("--kills", type=int, default=10, help="of each variant (default 10)")
     variants = list(recovery.VARIANTS)
     part.add_argument("--variants", nargs="+", choices=variants, default=variants, help="default: all")
+    part = commands.add_parser("lighthouse", parents=[common], help="load on the Lighthouse")
+    groups = lighthouse_load.GROUPS
+    part.add_argument("--groups", nargs="+", type=int, default=groups, help=f"default: {groups}")
+    part.add_argument("--rest", type=float, default=20.0, help="seconds at rest (default 20)")
+    part.add_argument("--rounds", type=int, default=100, help="with up to 128 groups (default 100)")
+    part.add_argument(
+        "--losses", type=int, default=100, help="of each kind with up to 128 groups (default 100)"
+    )
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Measure, print and write."""
     options = parse(arguments)
-    bench = {"overhead": overhead, "recovery": recovery}[options.command]
+    bench = {"overhead": overhead, "recovery": recovery, "lighthouse": lighthouse_load}[options.command]
     options.scratch = tempfile.mkdtemp(prefix=f"bench-{options.command}-")
     try:
         torchft = None

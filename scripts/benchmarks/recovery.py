@@ -120,6 +120,7 @@ def measure(options: Any, torchft_python: str | None) -> dict[str, Any]:
                 "jobs_lost": job.jobs_lost,
             }
         )
+        print("  ".join(_line(results[-1])), file=sys.stderr, flush=True)
     return {"variants": results}
 
 
