@@ -12,7 +12,7 @@ SEEDS = 500
 QUICK = {
     "acts_after_its_ask": 12,
     "commit_without_vote": 12,
-    "evidence_from_the_last_base": 40,
+    "evidence_from_the_last_base": 60,
     "heads_by_step": 12,
     "highest_step_seen": 12,
     "joiners_are_counted": 12,
