@@ -417,6 +417,7 @@ class Manager:
         return LeaderAgent(settings, desk, self._events, store, address, self._progress)
 
     def _first_start(self) -> None:
+        self._refuse_unregistered()
         self._started = True
         self._obstacles = self.state.obstacles_to_catch_up()
         for obstacle in self._obstacles:
@@ -428,6 +429,17 @@ class Manager:
         )
         self._agent.report(pb.RankFrame(ready=ready))
         self._loop.wait_first_quorum()
+
+    def _refuse_unregistered(self) -> None:
+        """A group that comes back would be level with parameters of its own, and nobody would see it."""
+        for reduction in self._attached:
+            missing = self.state.missing(reduction.reduced_parameters())
+            if missing:
+                raise ManagerError(
+                    f"parameter {missing[0]!r} and {len(missing) - 1} others are averaged but not registered, so a group "
+                    'that comes back would not receive them: call manager.state.register_module("model", model) '
+                    "before the first step"
+                )
 
     def _layout_digest(self) -> str:
         """One word for all that replicas must have in common besides the state itself."""

@@ -201,6 +201,10 @@ class GradientReducer:
         finally:
             self._held = False
 
+    def reduced_parameters(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Names and parameters, as given; frozen and repeated ones left out."""
+        return self._parameters
+
     def caught_up(self) -> None:
         """Write the last step's reduced buffers once more, after a fetched older state has replaced them."""
         if self._last_total_weight:

@@ -6,8 +6,11 @@ The Manager drives reductions; it knows nothing of buckets. ``GradientReducer`` 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import torch
 
 from torchft_plus.process_group.lane import Lane, Operation
 
@@ -76,6 +79,10 @@ class AttachedReduction(Reduction, Protocol):
 
     def may_post(self) -> bool:
         """True once this step's inputs can be complete: ``post`` would not be premature."""
+        ...
+
+    def reduced_parameters(self) -> Sequence[tuple[str, torch.Tensor]]:
+        """Names and parameters that its results move: a joiner must receive them."""
         ...
 
     def caught_up(self) -> None:

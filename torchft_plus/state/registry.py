@@ -17,7 +17,7 @@ from torchft_plus.state.allocate import placement_names
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.load_plan import LoadPlan
 from torchft_plus.state.manifest import Manifest, TensorSpec
-from torchft_plus.state.memory import contiguous_local, dtype_name, memory_of
+from torchft_plus.state.memory import contiguous_local, dtype_name, local_tensor, memory_of
 from torchft_plus.state.sources import (
     Entry,
     ModuleSource,
@@ -259,6 +259,16 @@ class StateRegistry:
     def size_bytes(self) -> int:
         """Bytes of all registered tensors."""
         return sum(entry.local.numel() * entry.local.element_size() for _, entry in self.snapshot().entries)
+
+    def missing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
+        """Names of those among ``tensors`` that no registered tensor shares memory with: a joiner would not get them."""
+        held = {entry.local.untyped_storage().data_ptr() for _, entry in self.snapshot().entries}
+        locals_ = [(name, local_tensor(tensor.detach(), name)) for name, tensor in tensors]
+        return [
+            name
+            for name, local in locals_
+            if local.numel() and local.untyped_storage().data_ptr() not in held
+        ]
 
     def obstacles_to_catch_up(self) -> tuple[str, ...]:
         """Sentences that say what recorded optimizer steps would not bring up to date; empty if catch-up is
