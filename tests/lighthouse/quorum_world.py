@@ -186,7 +186,7 @@ class World:
         assert all(n.quorum is None or n.quorum.id <= quorum.id for n in alive), "the newest report counts"
         if quorum.id < max(self.quorums):
             self.generation = self.generation_of[quorum.id]
-            step = max((n.head.step for n in alive if n.head.quorum_id <= quorum.id), default=0)
+            step = max((n.head.step for n in alive if quorum.rank_of(n.who) is not None), default=0)
             self.committed = {k: head for k, head in self.committed.items() if head.step <= step}
 
     def node_on(self, who: Process, session: int) -> Node | None:
