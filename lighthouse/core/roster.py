@@ -230,11 +230,12 @@ class Roster:
         return all(quorum.id > other.id for other in known)
 
     def _meet_other_incarnation(self, current: Peer, new: Pending) -> Peer | None:
+        older = self.pending.get(new.process.replica_id)
         if self._has_replaced(new, current):
-            self.pending.pop(new.process.replica_id, None)
+            if older is not None and older.process == new.process:
+                del self.pending[new.process.replica_id]
             self.retire(current.process, f"it was replaced by {new.process}")
             return self._accept(new.process, new.session, new.hello)
-        older = self.pending.get(new.process.replica_id)
         if older is not None and older.process != new.process:
             reason = (
                 f"another new process of replica_id {current.replica_id!r} is already waiting for its place"

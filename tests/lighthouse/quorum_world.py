@@ -368,9 +368,7 @@ class World:
         if generation != self.generation:
             # Cut off, replaced by its launcher and not told yet: what it does is lost, as was announced.
             known = self.committed.get((generation, node.voted.step)) == Head(*key)
-            assert known or all(self._replaced(m.process) for m in node.quorum.members), (
-                "the loss was not total"
-            )
+            assert known or all(self._gone(m.process) for m in node.quorum.members), "the loss was not total"
             return
         self._commit(node, Head(node.voted.step, node.voted.quorum_id))
         node.voted = None
@@ -386,8 +384,10 @@ class World:
         if node.alive and node.level:
             self.disks[node.who.replica_id] = node.disk_head = node.head
 
-    def _replaced(self, who: Process) -> bool:
-        return any(n.who.replica_id == who.replica_id and n.who != who for n in self.nodes)
+    def _gone(self, who: Process) -> bool:
+        """Dead, or replaced by another process of its name."""
+        same = [n for n in self.nodes if n.who.replica_id == who.replica_id]
+        return any(n.who != who or not n.alive for n in same)
 
     def _key(self, node: Node) -> Key:
         assert node.quorum is not None

@@ -672,6 +672,17 @@ def test_after_a_start_of_the_lighthouse_the_old_incarnation_gets_time_to_reconn
     assert driver.quorum == before.quorum
 
 
+def test_who_is_in_a_later_quorum_has_replaced_the_other_and_a_third_process_is_answered() -> None:
+    before = trio()
+    driver = Driver(None, clock_seconds=5)
+    driver.connect("c2")
+    driver.connect("c3")
+    driver.connect("c", before.quorum)
+    assert "replaced by c/1" in driver.retired("c2")[0].reason
+    driver.pong("c")
+    assert "in use" in driver.retired("c3")[0].reason
+
+
 # --- L8: members that cannot work together ------------------------------------------------------------------------
 
 
