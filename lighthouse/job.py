@@ -108,8 +108,7 @@ class Job:
         Without this, one that has nothing to store would go on for ever: it answers heartbeats of members that the
         newer one has not heard for so long that it counts them out (rules L5, M8).
         """
-        record = self._storage.load(self.job_id)
-        if record is None or record.epoch != self.core.stored_epoch:
+        if self._storage.epoch(self.job_id) != self.core.stored_epoch:
             raise self._superseded()
 
     def _carry_out(self, effects: list[Effect]) -> None:

@@ -27,6 +27,10 @@ class Storage(Protocol):
         """What is stored of ``job_id``; raises StorageError."""
         ...
 
+    def epoch(self, job_id: str) -> int | None:
+        """The epoch alone of what is stored of ``job_id``; raises StorageError."""
+        ...
+
     def store(self, job_id: str, expected_epoch: int | None, record: Record) -> bool:
         """Write ``record`` if the stored epoch is ``expected_epoch`` (None: nothing is stored).
 
@@ -51,6 +55,11 @@ class MemoryStorage:
         """See Storage."""
         with self._lock:
             return self._records.get(job_id)
+
+    def epoch(self, job_id: str) -> int | None:
+        """See Storage."""
+        record = self.load(job_id)
+        return record.epoch if record is not None else None
 
     def store(self, job_id: str, expected_epoch: int | None, record: Record) -> bool:
         """See Storage."""
@@ -110,6 +119,14 @@ class SqliteStorage:
             return Record(row[0], wire.quorum_in(quorum) if quorum is not None else None, bool(row[2]))
         except (sqlite3.Error, wire.WireError, wire.DecodeError) as error:
             raise StorageError(f"the store {self._path} cannot be read: {error}") from error
+
+    def epoch(self, job_id: str) -> int | None:
+        """See Storage."""
+        try:
+            row = self._database.execute("SELECT epoch FROM job WHERE job_id = ?", (job_id,)).fetchone()
+        except sqlite3.Error as error:
+            raise StorageError(f"the store {self._path} cannot be read: {error}") from error
+        return row[0] if row is not None else None
 
     def store(self, job_id: str, expected_epoch: int | None, record: Record) -> bool:
         """See Storage."""

@@ -41,6 +41,7 @@ def test_a_record_comes_back_as_it_was(reopen: Callable[[], Storage]) -> None:
     store.close()
     again = reopen()
     assert again.load("job") == Record(6, QUORUM, ended=True)
+    assert (again.epoch("job"), again.epoch("other")) == (6, None)
     again.close()
 
 
