@@ -144,6 +144,8 @@ class Oracle:
                 continue
             if lighthouse.released(group.process):
                 continue
+            if self._rewound and core.adopted is None:
+                continue  # only a checkpoint of a quorum that the lost store knew: announced as lost (rule R2)
             member = before is not None and before.rank_of(group.process) is not None
             awaited = lighthouse.connected(group.process) or (member and not self._silent_for_good(group))
             if awaited and core.level and core.head.order > base.order:
