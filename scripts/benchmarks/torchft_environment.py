@@ -46,6 +46,8 @@ def _make(python: Path) -> None:
     print(f"making {FOLDER.name} with {' and '.join(PACKAGES)} (only for the comparison)", flush=True)
     commands = [[sys.executable, "-m", "venv", str(FOLDER)]]
     commands += [[str(python), "-m", "pip", "install", "--quiet", package] for package in PACKAGES]
+    # Without our own path, on which pip would find this package and miss its dependencies.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     for command in commands:
-        if subprocess.run(command, check=False).returncode != 0:
+        if subprocess.run(command, check=False, env=environment).returncode != 0:
             raise RuntimeError(f"{FOLDER.name} could not be made: {' '.join(command)} failed, see above")
