@@ -22,7 +22,7 @@ from lighthouse.rpc import SESSION
 from lighthouse.timeouts import Timeouts
 
 JOB = "bench"
-REVOKE, FORM, RETIRED, PING = b"\x0a", b"\x12", b"\x1a", b"\x2a"
+REVOKE, FORM, RETIRED, PING, BEAT = b"\x0a", b"\x12", b"\x1a", b"\x2a", b"\x32"
 """First byte of a SessionDown with this body: field number << 3 | 2."""
 PHASES = ("compute", "reduce", "apply")
 CONNECT_BATCH = 64
@@ -43,17 +43,20 @@ class Member:
         self._crowd = crowd
         self._life = 0
         self._session: LightSession | None = None
+        self._known = asyncio.Event()
 
     async def connect(self) -> None:
-        """Begin a new life: connect, say hello and ask."""
+        """Begin a new life: connect, say hello and ask. Returns when the hello was answered."""
         self._life += 1
         self.process = Process(self.process.replica_id, str(self._life))
         self.quorum_id = self.floor = 0
+        self._known.clear()
         words = (wire.Open(JOB, self.process, 1, Hello(START, "127.0.0.1:9", 1)), Ask(START))
         greeting = b"".join(message_frame(wire.encode_up(word)) for word in words)
         self._session = session = LightSession(self._crowd.opening + greeting, self._on_message, self._on_end)
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: session, self._crowd.host, self._crowd.port)
+        await self._known.wait()
 
     def ask(self) -> None:
         """Give up the quorum and ask for the next one, unless that was done."""
@@ -74,7 +77,9 @@ class Member:
 
     def _on_message(self, data: bytes) -> None:
         kind = data[:1]
-        if kind == FORM:
+        if kind == BEAT:
+            self._known.set()
+        elif kind == FORM:
             self._crowd.formed(self, data)
         elif kind == REVOKE:
             self.ask()
@@ -138,13 +143,13 @@ class Crowd:
             raise RuntimeError(self._failure)
         self._done, self._wanted = asyncio.get_running_loop().create_future(), of
         started = time.perf_counter()
-        await begin()
         async with asyncio.timeout(DEADLINE_S):
+            await begin()
             ended = await self._done
         return 1000 * (ended - started)
 
     async def connect(self) -> None:
-        """All, some at a time."""
+        """All, some at a time: thousands at once would each wait longer than a stream may take to open."""
         for first in range(0, len(self.members), CONNECT_BATCH):
             await asyncio.gather(*(m.connect() for m in self.members[first : first + CONNECT_BATCH]))
 

@@ -21,7 +21,7 @@ from benchmarks.lighthouse_tap import LighthouseTap
 from benchmarks.machine import OtherLoad, process_s
 from lighthouse.timeouts import Timeouts
 
-GROUPS = (16, 128, 1024, 4096)
+GROUPS = (16, 128, 512, 1024, 4096)
 TORCHFT_GROUPS = (16, 128, 512)
 """Its client needs two threads and connections a member."""
 STEPS = 200
