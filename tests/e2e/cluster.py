@@ -15,9 +15,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from netns import Network
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).with_name("trainer.py")
 Event = dict[str, Any]
+MakeCluster = Callable[..., "Cluster"]
 
 
 class Timeout(AssertionError):
@@ -25,20 +28,31 @@ class Timeout(AssertionError):
 
 
 class Cluster:
-    """Starts and owns processes; everything is gone after ``close``."""
+    """Starts and owns processes; everything is gone after ``close``.
+
+    With a ``network`` each replica group runs on its host of that name, and the Lighthouse on "lighthouse"; without one
+    all are on loopback. ``trainer``: settings of trainer.py.
+    """
 
     def __init__(
-        self, folder: Path, *, min_replicas: int = 1, expected: int | None = None, **trainer: object
+        self,
+        folder: Path,
+        *,
+        min_replicas: int = 1,
+        expected: int | None = None,
+        network: Network | None = None,
+        **trainer: object,
     ) -> None:
         self.folder = folder
         self.events_folder = folder / "events"
         self.events_folder.mkdir(parents=True, exist_ok=True)
-        self.trainer = {f"TRAINER_{name.upper()}": str(value) for name, value in trainer.items()}
+        self.trainer = trainer_settings(trainer)
         self.timeout_ms = int(self.trainer.get("TRAINER_TIMEOUT_MS", "20000"))
         self.processes: dict[str, list[subprocess.Popen[bytes]]] = {}
         self.incarnations: dict[str, str] = {}
         self.started_at: dict[str, float] = {}
         self.lighthouse: subprocess.Popen[bytes] | None = None
+        self.network = network
         self.port = free_port()
         self._min_replicas, self._expected = min_replicas, expected
 
@@ -56,34 +70,44 @@ class Cluster:
 
     def start_lighthouse(self) -> None:
         command = [
-            sys.executable, "-m", "lighthouse", "--bind", f"127.0.0.1:{self.port}", "--min_replicas", str(self._min_replicas),
+            *self._enter("lighthouse"), sys.executable, "-m", "lighthouse",
+            "--bind", f"{'0.0.0.0' if self.network else '127.0.0.1'}:{self.port}", "--min_replicas", str(self._min_replicas),
             "--timeout_ms", str(self.timeout_ms), "--store", str(self.folder / "lighthouse.sqlite"),
         ]  # fmt: skip
         if self._expected is not None:
             command += ["--expected_replicas", str(self._expected)]
+        heard = len(self.lighthouse_events("listening"))
         with (self.folder / "lighthouse.log").open("ab") as log:
             self.lighthouse = subprocess.Popen(command, env=self.environment(), stdout=log, stderr=log)
-        until(lambda: answers(self.port), 20, "the Lighthouse does not listen")
+        until(
+            lambda: len(self.lighthouse_events("listening")) > heard,
+            20,
+            "the Lighthouse does not listen",
+            self,
+        )
 
     def kill_lighthouse(self) -> None:
         assert self.lighthouse is not None
         self.lighthouse.kill()
         self.lighthouse.wait()
 
-    def start(self, replica: str, ranks: int = 1) -> None:
-        """(Re)start a replica group of ``ranks`` processes."""
+    def start(self, replica: str, ranks: int = 1, **trainer: object) -> None:
+        """(Re)start a replica group of ``ranks`` processes; ``trainer``: settings for this life of it only."""
+        host = self.network.address("lighthouse") if self.network else "127.0.0.1"
         master_port = str(free_port())
         incarnation = self.incarnations[replica] = uuid.uuid4().hex
         self.processes[replica] = []
         self.started_at[replica] = time.time()
         for rank in range(ranks):
             environment = self.environment(
-                TORCHFT_LIGHTHOUSE=f"127.0.0.1:{self.port}", REPLICA_ID=replica, RANK=str(rank), WORLD_SIZE=str(ranks),
-                MASTER_ADDR="127.0.0.1", MASTER_PORT=master_port, TORCHFT_PLUS_INCARNATION=incarnation, **self.trainer,
+                TORCHFT_LIGHTHOUSE=f"{host}:{self.port}", REPLICA_ID=replica, RANK=str(rank), WORLD_SIZE=str(ranks),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=master_port, TORCHFT_PLUS_INCARNATION=incarnation,
+                **self.trainer, **trainer_settings(trainer),
             )  # fmt: skip
             with (self.folder / f"{replica}.{rank}.log").open("ab") as log:
+                command = [*self._enter(replica), sys.executable, str(TRAINER)]
                 self.processes[replica].append(
-                    subprocess.Popen([sys.executable, str(TRAINER)], env=environment, stdout=log, stderr=log)
+                    subprocess.Popen(command, env=environment, stdout=log, stderr=log)
                 )
 
     def kill(self, replica: str, rank: int | None = None) -> float:
@@ -114,6 +138,9 @@ class Cluster:
                 process.kill()
             process.wait()
 
+    def _enter(self, host: str) -> list[str]:
+        return self.network.enter(host) if self.network else []
+
     def _of(self, replica: str, rank: int | None) -> list[subprocess.Popen[bytes]]:
         group = self.processes[replica]
         return group if rank is None else [group[rank]]
@@ -121,7 +148,13 @@ class Cluster:
     # --- events --------------------------------------------------------------------------------------------------
 
     def events(self, replica: str, kind: str | None = None, rank: int = 0) -> list[Event]:
-        path = self.events_folder / f"{replica}.{rank}.jsonl"
+        return self._read_events(f"{replica}.{rank}.jsonl", kind)
+
+    def lighthouse_events(self, kind: str) -> list[Event]:
+        return self._read_events("lighthouse.jsonl", kind)
+
+    def _read_events(self, name: str, kind: str | None) -> list[Event]:
+        path = self.events_folder / name
         if not path.exists():
             return []
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
@@ -156,9 +189,9 @@ class Cluster:
         assert compared >= at_least, f"only {compared} digests were compared"
         return compared
 
-    def assert_no_step_lost(self, replica: str) -> None:
+    def assert_no_step_lost(self, replica: str, since: float = 0.0) -> None:
         """In each life of a group, steps follow one another without a gap, and from the moment that it is level each
-        counts its own gradient; no computed step was refused."""
+        counts its own gradient; no computed step was refused. What a group lost before ``since`` is forgiven."""
         level, last = False, 0
         for event in self.events(replica):
             kind = event["kind"]
@@ -168,13 +201,15 @@ class Cluster:
                 level, last = event["level"], event["base_step"]
             elif kind == "level":
                 level = True
+            elif kind == "behind" and event["time"] < since:
+                level, last = False, event["base_step"]
             elif kind == "commit":
                 assert event["step"] == last + 1, f"{replica} committed {event['step']} after {last}"
                 assert event["contributed"] == level, (
                     f"{replica}, step {event['step']}: contributed {event['contributed']}"
                 )
                 last = event["step"]
-            assert kind != "refused", f"{replica} lost a step: {event}"
+            assert kind != "refused" or event["time"] < since, f"{replica} lost a step: {event}"
 
     def longest_gap(self, replica: str, start: float, end: float) -> float:
         """Longest time between two commits around [start, end], in seconds."""
@@ -195,12 +230,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def answers(port: int) -> bool:
-    try:
-        with socket.create_connection(("127.0.0.1", port), 0.5):
-            return True
-    except OSError:
-        return False
+def trainer_settings(settings: dict[str, object]) -> dict[str, str]:
+    return {f"TRAINER_{name.upper()}": str(value) for name, value in settings.items()}
 
 
 def until(condition: Callable[[], bool], timeout_s: float, what: str, cluster: Cluster | None = None) -> None:
@@ -210,3 +241,26 @@ def until(condition: Callable[[], bool], timeout_s: float, what: str, cluster: C
         if time.monotonic() > end:
             raise Timeout(f"{what} within {timeout_s} s" + (f"\n{cluster.logs()}" if cluster else ""))
         time.sleep(0.02)
+
+
+def started(make: MakeCluster, groups: list[str], ranks: int = 1, **options: object) -> Cluster:
+    cluster = make(expected=len(groups), **options)
+    for group in groups:
+        cluster.start(group, ranks)
+    for group in groups:
+        cluster.until_step(group, 3, timeout_s=90)
+    return cluster
+
+
+def finish(cluster: Cluster, groups: list[str], survivors: list[str], ranks: int = 1) -> None:
+    """Let everybody train on together for a while, end the run, and check what must hold for everybody."""
+    together = max(cluster.step(group) for group in groups) + 5
+    for group in groups:
+        cluster.until_step(group, together)
+    for group in groups:
+        cluster.signal(group, signal.SIGTERM)
+    for group in groups:
+        assert cluster.wait(group, 60) == 0, cluster.logs()
+    for survivor in survivors:
+        cluster.assert_no_step_lost(survivor)
+    cluster.assert_digests_equal(groups, ranks, at_least=5)

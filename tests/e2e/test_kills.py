@@ -4,37 +4,12 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Callable
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, MakeCluster, finish, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 GROUPS = ["replica_0", "replica_1", "replica_2"]
-MakeCluster = Callable[..., Cluster]
-
-
-def started(make: MakeCluster, groups: list[str], ranks: int = 1, **options: object) -> Cluster:
-    cluster = make(expected=len(groups), **options)
-    for group in groups:
-        cluster.start(group, ranks)
-    for group in groups:
-        cluster.until_step(group, 3, timeout_s=90)
-    return cluster
-
-
-def finish(cluster: Cluster, groups: list[str], survivors: list[str], ranks: int = 1) -> None:
-    """Let everybody train on together for a while, end the run, and check what must hold for everybody."""
-    together = max(cluster.step(group) for group in groups) + 5
-    for group in groups:
-        cluster.until_step(group, together)
-    for group in groups:
-        cluster.signal(group, signal.SIGTERM)
-    for group in groups:
-        assert cluster.wait(group, 60) == 0, cluster.logs()
-    for survivor in survivors:
-        cluster.assert_no_step_lost(survivor)
-    cluster.assert_digests_equal(groups, ranks, at_least=5)
 
 
 def test_undisturbed_replicas_stay_equal(make_cluster: MakeCluster) -> None:

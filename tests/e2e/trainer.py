@@ -1,11 +1,13 @@
 """A plain PyTorch training loop on torchft_plus, for tests that kill it. One rank of one replica group.
 
 Environment: what Manager reads, and TRAINER_STEPS, TRAINER_STEP_MS (sleep in each step, a stand-in for computing), TRAINER_WIDTH
-(of the model), TRAINER_STATE_MB (ballast in the state), TRAINER_TIMEOUT_MS, TRAINER_FSDP (1: FSDP2 inside the group).
+(of the model), TRAINER_STATE_MB (ballast in the state), TRAINER_TIMEOUT_MS, TRAINER_FSDP (1: FSDP2 inside the group),
+TRAINER_CATCH_UP_MAX_STEPS, TRAINER_GIL_DEADLOCK_AFTER (so many steps of this process it holds the GIL for ever; 0: never).
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import sys
@@ -65,6 +67,7 @@ def main() -> None:
         min_replica_size=setting("MIN_REPLICAS", 1),
         timeout=timedelta(milliseconds=timeout_ms),
         digest_every=1,
+        catch_up_max_steps=setting("CATCH_UP_MAX_STEPS", 64),
     )
     manager.state.register_module("model", model)
     manual = setting("MANUAL", 0) == 1
@@ -77,10 +80,14 @@ def main() -> None:
     manager.state.register_tensors("ballast", lambda: {"ballast": ballast}, advanced_by_optimizer=True)
     replica = manager.replica_id()
     seed = sum(replica.encode())
+    deadlock_after, turns = setting("GIL_DEADLOCK_AFTER", 0), 0
     while manager.current_step() < steps:
         before = manager.current_step()
         optimizer.zero_grad()  # starts the step
         time.sleep(setting("STEP_MS", 20) / 1000)
+        turns += 1
+        if turns == deadlock_after:
+            ctypes.PyDLL(None).sleep(1_000_000)
         generator = torch.Generator().manual_seed(seed * 100_003 + manager.current_step())
         batch = torch.randn(8, 16, generator=generator)
         loss = (wrapped(batch) - batch.sum(1, keepdim=True)).square().mean()

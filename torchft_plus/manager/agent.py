@@ -434,8 +434,10 @@ class LeaderAgent(Agent):
             state_addresses=[self._readies[rank].state_address for rank in sorted(self._readies)],
             layout_digest=layout,
         )
+        # Before the core's deadline for lanes and mesh together: that one cannot name who is missing.
+        timeout_ms = self._settings.timeouts.configure_ms * 3 // 4
         try:
-            hellos = await mesh.connect(self._service, hello, self._settings.timeouts.configure_ms)
+            hellos = await mesh.connect(self._service, hello, timeout_ms)
         except MeshError as error:
             self._carry_out(core.mesh_failed(quorum.id, str(error), error.peer_rank))
             return
