@@ -63,8 +63,8 @@ class Job:
         self._unanswered: list[Session] = []
         self.unsettled = False
         """Events were noted on which the core has not decided yet: ``settle`` is due."""
-        self.settle_s = 0.0
-        """How long the last ``settle`` took."""
+        self.settle_cpu_s = 0.0
+        """CPU time of the last ``settle``."""
 
     def start(self) -> None:
         """Claim the epoch; raises Superseded, StorageError."""

@@ -24,7 +24,7 @@ from lighthouse.timeouts import Timeouts
 GROUPS = (16, 128, 512, 1024, 4096)
 TORCHFT_GROUPS = (16, 128, 512)
 """Its client needs two threads and connections a member."""
-STEPS = 200
+STEPS = 2000
 COMMAND_DEADLINE_S = 400.0
 TORCHFT_LOSSES = 3
 """Each takes its heartbeat timeout of 5 s, whatever else happens."""
