@@ -2,7 +2,7 @@
 
 Each operation is kept with its input. When a peer dies, all of them are posted again on the next lane, in their order. What the
 caller had waited for by then was a result of the broken quorum; the final results replace it at the commit, and
-if the caller had already changed it (clipped it, say), it is told: ``results_changed``.
+the caller is told to make of them again what it had made of the others (clip them, say): ``results_changed``.
 """
 
 from __future__ import annotations
@@ -122,15 +122,12 @@ class RecordedWork(Work):
         """Bring the committed result into the tensor.
 
         Returns:
-            True if that took away what the caller had made of an earlier one.
+            True if the caller had waited and was given something else. What it made of that does not matter: replicas
+            that were given different things must all be told, or all would not do the same again (P1).
         """
-        earlier = self._written_from
-        replaces = self._seen and earlier is not self._staging
-        # Content, not the version counter: views of one tensor share that.
-        given = self._saved if earlier is None else _unstaged(earlier, self._saved, self._op)
-        changed = replaces and not _same_bits(self._local, given)
+        replaces = self._seen and self._written_from is not self._staging
         self._write()
-        return changed
+        return replaces
 
     @property
     def operation(self) -> Operation:
@@ -177,7 +174,7 @@ class RecordedOperations:
         """So many of the works are posted on the lane."""
         self._predecessor: AttachedReduction | None = None
         self.results_changed = False
-        """The last commit replaced a result that the caller had waited for and then changed: it must be changed again."""
+        """The last commit replaced a result that the caller had waited for."""
 
     def follow(self, predecessor: AttachedReduction) -> None:
         """Post nothing of a step before ``predecessor`` has posted everything of it: see ``AttachedReduction``.
@@ -243,11 +240,6 @@ class RecordedOperations:
     def discard(self) -> None:
         """The step was refused; the tensors are the caller's and stay as they are."""
         self._end()
-
-    def take_changed(self) -> bool:
-        """``results_changed``, told once."""
-        changed, self.results_changed = self.results_changed, False
-        return changed
 
     def _release(self) -> None:
         """Somebody waits, or all is free to go: post what is started, as far as the order allows."""
@@ -329,8 +321,3 @@ def _average(staging: torch.Tensor, op: ReduceOp.RedOpType) -> None:
 
 def _unstaged(staging: torch.Tensor, like: torch.Tensor, op: ReduceOp.RedOpType) -> torch.Tensor:
     return staging[:-1].view(like.shape) if op == ReduceOp.AVG else staging
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other.to(one.dtype))]
-    return torch.equal(bits[0], bits[1])
