@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -66,7 +66,7 @@ def decide(view: View, roster: Roster, blame: Blame) -> Plan | Wait:
         return _first(view, roster, [p for p in asks if admissible(p, blame, roster)])
     awaited = _awaited(roster.q_last, roster)
     if awaited and not _join_timeout_over(view, roster):
-        return Wait(f"for {', '.join(awaited)} to ask", awaited=frozenset(awaited))
+        return Wait(awaited_text(roster, awaited), awaited=frozenset(awaited))
     if asks and all(p.ask is not None and p.ask.leaving for p in asks):
         return Wait("for anybody: all have left", release_leavers=True)
     return _next(view, roster.q_last, roster, blame, asks)
@@ -213,6 +213,14 @@ def _awaited(q_last: Quorum, roster: Roster) -> list[str]:
         for process, peer in roster.members(q_last)
         if peer is not None and peer.lost is None and not peer.overdue and not roster.counts(peer)
     ]
+
+
+def awaited_text(roster: Roster, awaited: Iterable[str]) -> str:
+    """For whom a round waits, in order of rank, for people."""
+    peers = [roster.peers[replica_id] for replica_id in awaited if replica_id in roster.peers]
+    peers.sort(key=lambda peer: _order(peer, roster))
+    names = [f"{p.replica_id} (no member is heard)" if p.held else p.replica_id for p in peers]
+    return f"for {', '.join(names)} to ask"
 
 
 def _join_timeout_over(view: View, roster: Roster) -> bool:

@@ -121,8 +121,11 @@ class QuorumCore:
     def view(self, now_ms: int) -> JobView:
         """The state, for people and tools."""
         reason = self._round.reason if self._round is not None else ""
+        waiting = (
+            forming.awaited_text(self._roster, self._awaited) if self._awaited else self._chronicle.waiting
+        )
         peers, story = peer_views(self._roster, self._blame, now_ms), tuple(self.story())
-        return JobView(self.epoch, self.q_last, reason, self._chronicle.waiting, peers, story)
+        return JobView(self.epoch, self.q_last, reason, waiting, peers, story)
 
     def validate(self) -> None:
         """Raise AssertionError if the state breaks an invariant."""
@@ -202,7 +205,7 @@ class QuorumCore:
         return bool(self._awaited) and self._roster.is_member(peer)
 
     def _fault_reported(self, peer: Peer, fault: Fault) -> None:
-        peer.heard_ms = self._wakeups.now_ms
+        self._roster.hear(peer)
         if self.q_last is None or fault.quorum_id != self.q_last.id or not self._roster.is_member(peer):
             return
         named = self._roster.peers.get(fault.peer) if fault.peer is not None else None

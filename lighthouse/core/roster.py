@@ -36,6 +36,10 @@ class Peer:
     """Why it counts as lost, until it is back."""
     named: bool = False
     """A fault of the quorum in force names it: no grace if its stream is broken."""
+    held: bool = False
+    """It is out of sight since nobody was heard: that may be the Lighthouse's own trouble (rule L6)."""
+    back_by_ms: int | None = None
+    """Until when it may come back after nobody was heard; given once, until its next word."""
     position: Position | None = None
     ask: Ask | None = None
     """The ask that stands on the current session."""
@@ -107,6 +111,8 @@ class Roster:
     """The last quorum formed; set by ``set_last``."""
     ranks: dict[Process, int] = field(default_factory=dict[Process, int])
     """Replica rank of each member of ``q_last``."""
+    word_ms: int = 0
+    """When the last word of any member of ``q_last`` came."""
 
     # --- looking up -----------------------------------------------------------------------------------------
 
@@ -124,6 +130,7 @@ class Roster:
         """``quorum`` is the last one from now on."""
         self.q_last = quorum
         self.ranks = {member.process: rank for rank, member in enumerate(quorum.members)}
+        self.word_ms = max((p.heard_ms for _, p in self.members(quorum) if p), default=self.wakeups.now_ms)
 
     def run_has_ended(self) -> bool:
         """True if every member of the last quorum has left in good order."""
@@ -186,7 +193,7 @@ class Roster:
         pending = self.pending.get(process.replica_id)
         if peer is None:
             return
-        peer.heard_ms = self.wakeups.now_ms
+        self.hear(peer)
         if pending is not None and pending.ping_ms is not None:
             del self.pending[process.replica_id]
             reason = (
@@ -261,14 +268,47 @@ class Roster:
             limit_ms = self.config.timeouts.heartbeat_timeout_ms
             if not self.wakeups.due(pending.ping_ms + limit_ms):
                 return None
-        elif current is not None and current.lost is None and self._may_reconnect(current):
-            return None
+        elif current is not None and current.lost is None:
+            if current.held:
+                self._excuse(
+                    current
+                )  # the newcomer is no word of the old one, and yet does not wait for ever
+            return None  # until its time to reconnect is over
         if current is not None:
             self.retire(current.process, f"it was replaced by {pending.process}")
         self.pending.pop(pending.process.replica_id, None)
         return self._accept(pending.process, pending.session, pending.hello)
 
     # --- speaking ---------------------------------------------------------------------------------------------
+
+    def hear(self, peer: Peer) -> None:
+        """A word came from ``peer``. The first one after nobody was heard excuses the other members once."""
+        if self.is_member(peer):
+            if self._hears_nobody():
+                for _, other in self.members(self.q_last):
+                    if other is not None and other.lost is None:
+                        self._excuse(other)
+            self.word_ms = self.wakeups.now_ms
+        peer.heard_ms, peer.held, peer.back_by_ms = self.wakeups.now_ms, False, None
+
+    def _excuse(self, peer: Peer) -> None:
+        """Give ``peer`` the time to come back, unless it had that already."""
+        if peer.back_by_ms is None:
+            peer.back_by_ms = self.wakeups.now_ms + self.config.restart_grace_ms
+        self.wakeups.due(peer.back_by_ms)
+
+    def _hears_nobody(self) -> bool:
+        """True if no member was heard for so long that the Lighthouse itself may be cut off.
+
+        Members that live are heard five times within the limit, so that the words that were due before a cut, and
+        some delay, do not hide it.
+        """
+        timeouts = self.config.timeouts
+        enough_ms = max(
+            timeouts.heartbeat_timeout_ms - 2 * timeouts.heartbeat_interval_ms,
+            timeouts.heartbeat_timeout_ms // 2,
+        )
+        return self.wakeups.now_ms - self.word_ms >= enough_ms
 
     def heard(self, peer: Peer, position: Position) -> None:
         """A whole position came from ``peer``."""
@@ -292,7 +332,8 @@ class Roster:
         return was_overdue != peer.overdue
 
     def _progress(self, peer: Peer, previous: Progress | None, progress: Progress) -> None:
-        now_ms = peer.heard_ms = self.wakeups.now_ms
+        now_ms = self.wakeups.now_ms
+        self.hear(peer)
         moved = previous is None or previous.counter != progress.counter
         if moved:
             peer.moved_ms = now_ms
@@ -307,6 +348,7 @@ class Roster:
     def resumed(self) -> None:
         """This Lighthouse was paused: what its peers said meanwhile is still to be read (F22)."""
         self.window_until_ms = self.wakeups.now_ms + self.config.restart_grace_ms
+        self.word_ms = self.wakeups.now_ms
         for peer in self.peers.values():
             if peer.connected:
                 peer.heard_ms = self.wakeups.now_ms
@@ -322,8 +364,13 @@ class Roster:
         if pending is not None and (pending.process, pending.session) == (process, session):
             del self.pending[process.replica_id]
         peer = self.on_session(process, session)
-        if peer is not None:
-            peer.connected, peer.ask, peer.heard_ms = False, None, self.wakeups.now_ms
+        if peer is None:
+            return
+        peer.connected, peer.ask = False, None
+        if self.is_member(peer) and self._hears_nobody():
+            peer.held = True  # it ended a stream on which it heard nothing, which is no news about itself
+        else:
+            peer.heard_ms = self.wakeups.now_ms
 
     def retire(self, process: Process, reason: str, *, left: bool = False) -> None:
         """``process`` will never act again."""
@@ -347,13 +394,25 @@ class Roster:
     def find_lost(self) -> None:
         """Mark who has become silent, and whose stream did not come back (rule L6)."""
         limit_ms = self.config.timeouts.heartbeat_timeout_ms
+        deaf = self._hears_nobody() and all(peer and not peer.lost for _, peer in self.members(self.q_last))
         for peer in self.peers.values():
             if peer.connected and self.wakeups.due(peer.heard_ms + limit_ms + 1):
-                peer.connected, peer.ask = False, None
-                self._lose(peer, f"silent for more than {limit_ms} ms")
-                self.effects.append(Close(peer.process, peer.session, peer.lost or ""))
+                self._judge_silent(peer, deaf, f"silent for more than {limit_ms} ms")
             elif not peer.connected and peer.lost is None:
                 self._judge_broken(peer)
+
+    def _judge_silent(self, peer: Peer, deaf: bool, reason: str) -> None:
+        """Its stream is worth nothing any more; it is lost, unless no other member is heard either (``deaf``)."""
+        peer.connected, peer.ask = False, None
+        self.effects.append(Close(peer.process, peer.session, reason))
+        if deaf and peer.back_by_ms is None and self.is_member(peer):
+            peer.held = True
+            text = f"{peer.process} is {reason}, and so are all others: is this Lighthouse cut off?"
+            self.effects.append(Note(text))
+        if peer.held or peer.back_by_ms is not None:
+            self._judge_broken(peer)
+        else:
+            self._lose(peer, reason)
 
     def _may_reconnect(self, peer: Peer) -> bool:
         """True while a start or a pause of the Lighthouse, and not its own death, may be why it is not there."""
@@ -367,6 +426,14 @@ class Roster:
         broken_ms = self.wakeups.now_ms - peer.heard_ms
         if peer.named:
             self._lose(peer, "its stream is broken and a fault names it")
+        elif peer.back_by_ms is not None:
+            if self.wakeups.due(peer.back_by_ms):
+                self._lose(
+                    peer, f"it is not back {self.config.restart_grace_ms} ms after others were heard again"
+                )
+        elif peer.held:
+            if self.wakeups.due(peer.heard_ms + self.config.certainly_gone_ms):
+                self._lose(peer, f"silent for {broken_ms} ms, as all others are")
         elif self._may_reconnect(peer):
             return
         elif peer.session < 0:
@@ -375,7 +442,7 @@ class Roster:
             self._lose(peer, f"its stream is broken for {broken_ms} ms")
 
     def _lose(self, peer: Peer, reason: str) -> None:
-        peer.lost = reason
+        peer.lost, peer.held = reason, False
         self._note_lost(peer.process, reason)
 
     def find_overdue(self) -> None:
