@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
@@ -67,6 +68,8 @@ class DonorConnection:
         self._host = address
         self._path = f"/v1/state/{head_name(head)}"
         self._reader = f"reader={quote(reader)}"
+        self._asked: deque[tuple[int, int, int]] = deque()
+        """Ranges whose answers are on the way: first piece, the one behind the last, releases before it."""
         host, port = split_address(address)
         family, _, _, _, self._target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._stream = Stream(socket.socket(family, socket.SOCK_STREAM))
@@ -91,25 +94,37 @@ class DonorConnection:
             DonorRefusal: 404 never, 503 not yet.
             OSError: the connection broke or stalled.
         """
-        self._ask("GET", f"/manifest?{self._reader}&wait_ms={wait_ms}")
+        self._stream.write([self._request("GET", f"/manifest?{self._reader}&wait_ms={wait_ms}")])
         return self._answer(MAX_JSON_BYTES)
 
-    def fetch(
-        self,
-        plan: LoadPlan,
-        first: int,
-        last: int,
-        released: Sequence[tuple[int, int]],
-        received: Callable[[int], None],
-    ) -> Outcome:
-        """Receive the pieces ``first <= i < last`` into the memory of ``plan`` and compare checksums.
+    def ask(self, plan: LoadPlan, first: int, last: int, released: Sequence[tuple[int, int]]) -> None:
+        """Ask for the pieces ``first <= i < last``. The next range may be asked for before this one is received, so
+        that the donor never waits for us.
 
         Args:
-            plan: where the bytes go.
+            plan: where the bytes will go.
             first: index of the first piece.
             last: index behind the last piece.
             released: data bytes that were verified since the last call, which the donor need not keep.
-            received: called with the size of each piece that has come.
+
+        Raises:
+            OSError: the connection broke or stalled.
+        """
+        start, end = self._range(plan, first, last)
+        offset = plan.manifest.header_bytes
+        wanted = {"Range": f"bytes={offset + start}-{offset + end - 1}"}
+        requests = [self._request("POST", f"/release?{self._reader}&start={a}&end={b}") for a, b in released]
+        requests.append(self._request("GET", f"?{self._reader}", wanted))
+        requests.append(self._request("GET", f"/checksums?{self._reader}&first={first}&last={last}"))
+        self._stream.write([b"".join(requests)])
+        self._asked.append((first, last, len(released)))
+
+    def receive(self, plan: LoadPlan, received: Callable[[int], None]) -> Outcome:
+        """Receive the range that was asked for first into the memory of ``plan`` and compare checksums.
+
+        Args:
+            plan: where the bytes go.
+            received: called with the number of bytes that have come, as they come.
 
         Returns:
             Which pieces must be fetched again.
@@ -118,24 +133,19 @@ class DonorConnection:
             DonorRefusal: the donor does not have them any more.
             OSError: the connection broke or stalled.
         """
-        start, end = first * PIECE_BYTES, min(last * PIECE_BYTES, plan.manifest.size_bytes)
-        offset = plan.manifest.header_bytes
-        for released_start, released_end in released:
-            self._ask("POST", f"/release?{self._reader}&start={released_start}&end={released_end}")
-        self._ask("GET", f"?{self._reader}", {"Range": f"bytes={offset + start}-{offset + end - 1}"})
-        self._ask("GET", f"/checksums?{self._reader}&first={first}&last={last}")
-        for _ in released:
+        first, last, releases = self._asked.popleft()
+        start, end = self._range(plan, first, last)
+        for _ in range(releases):
             self._answer(0)
         self._begin_answer(206, end - start)
         computed: list[str] = []
         for at in range(start, end, PIECE_BYTES):
             views = plan.memory(at, min(end, at + PIECE_BYTES))
-            self._stream.read_into(views)
+            self._stream.read_into(views, received)
             checksum = xxhash.xxh3_128()
             for view in views:
                 checksum.update(view)
             computed.append(checksum.hexdigest())
-            received(sum(map(len, views)))
         sent = parse_json(self._answer(MAX_JSON_BYTES), "the list of checksums")
         sums = sent if isinstance(sent, dict) else {}
         outcome = Outcome([], [])
@@ -148,13 +158,17 @@ class DonorConnection:
 
     def release(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Tell the donor what it need not keep for us. Raises OSError."""
-        for start, end in ranges:
-            self._ask("POST", f"/release?{self._reader}&start={start}&end={end}")
+        requests = [self._request("POST", f"/release?{self._reader}&start={a}&end={b}") for a, b in ranges]
+        self._stream.write([b"".join(requests)])
         for _ in ranges:
             self._answer(0)
 
-    def _ask(self, method: str, rest: str, headers: dict[str, str] | None = None) -> None:
-        self._stream.write([request_head(method, self._path + rest, self._host, headers)])
+    @staticmethod
+    def _range(plan: LoadPlan, first: int, last: int) -> tuple[int, int]:
+        return first * PIECE_BYTES, min(last * PIECE_BYTES, plan.manifest.size_bytes)
+
+    def _request(self, method: str, rest: str, headers: dict[str, str] | None = None) -> bytes:
+        return request_head(method, self._path + rest, self._host, headers)
 
     def _begin_answer(self, status: int, content_bytes: int | None = None) -> Response:
         head = self._stream.read_head()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
@@ -13,14 +12,12 @@ from dataclasses import dataclass, replace
 from lighthouse.messages import Head
 from torchft_plus.state.donor_connection import DonorConnection, DonorRefusal
 from torchft_plus.state.errors import StateError
+from torchft_plus.state.fetch_worker import MAX_FAILURES, FetchWorker, describe, is_too_slow
 from torchft_plus.state.load_plan import LoadPlan
 from torchft_plus.state.manifest import Manifest, head_name, parse_manifest
 from torchft_plus.state.registry import StateRegistry
 from torchft_plus.state.stripes import Stripes
 
-_MAX_FAILURES = 2
-_MAX_BAD_PIECES = 32
-_MAX_ANNOUNCED = 64
 _POLL_SECONDS = 0.02
 _log = logging.getLogger(__name__)
 
@@ -62,14 +59,15 @@ def fetch_state(
     applied on the training thread (``apply_values`` at the version's head, then ``apply_tensors``). Optimizer
     state that does not exist here is allocated as the manifest says.
 
-    All donors are asked at once and share the work; one that breaks off, stalls, refuses or sends damaged
-    pieces is tried once more and then left out, and others fetch what it owed.
+    All donors are asked at once and share the work, by their speed; one that breaks off, stalls, refuses or sends
+    damaged pieces is tried once more and then left out, and others fetch what it owed. One that is so slow that the
+    others would wait for it is left out, too.
 
     Args:
         registry: where the state goes.
         head: the version, compared as a whole.
         donors: "host:port" of their state servers, of the same shard as ours.
-        transfer_stall_ms: a donor that sends no byte for this long has stalled.
+        transfer_stall_ms: a donor that sends no byte for this long, or less than 1 MiB, has stalled.
         wait_ms: how long donors may take to reach the boundary at which they can serve ``head``; default:
             four stalls.
         cancel: set it to end the fetch with an error.
@@ -123,7 +121,7 @@ class _Fetch:
         self._threads: list[threading.Thread] = []
         self.stopped = False
         self._moved = threading.Event()
-        self._working = 0
+        self._workers: list[FetchWorker] = []
         self._contributed: dict[str, None] = {}
         self._notes: list[str] = []
         self._error: BaseException | None = None
@@ -138,6 +136,7 @@ class _Fetch:
             while not (self._is_over() or cancel.is_set()):
                 self._moved.wait(_POLL_SECONDS)
                 self._moved.clear()
+                self._replace_slow()
         finally:
             self._stop()
         if self._error is not None:
@@ -168,7 +167,7 @@ class _Fetch:
 
     def _is_over(self) -> bool:
         with self._lock:
-            complete = self._stripes is not None and self._stripes.complete and not self._working
+            complete = self._stripes is not None and self._stripes.complete and not self._workers
             return complete or self.stopped or not any(thread.is_alive() for thread in self._threads)
 
     def _running(self) -> threading.Thread | None:
@@ -239,7 +238,7 @@ class _Fetch:
             self._accept(address, manifest)
         except (OSError, ValueError, StateError) as error:
             if not self.stopped:
-                self.note(f"donor {address}: {_describe(error)}")
+                self.note(f"donor {address}: {describe(error)}")
             return
         for _ in range(self._connections - 1):
             self._start(self._work, address)
@@ -262,7 +261,7 @@ class _Fetch:
                     raise
             except OSError:
                 failures += 1
-                if failures >= _MAX_FAILURES or self.stopped:
+                if failures >= MAX_FAILURES or self.stopped:
                     raise
         return None
 
@@ -283,89 +282,29 @@ class _Fetch:
         plan, stripes = self._plan, self._stripes
         assert plan is not None
         assert stripes is not None
+        worker = FetchWorker(self, address, plan, stripes)
         with self._lock:
-            self._working += 1
+            self._workers.append(worker)
         try:
-            _Worker(self, address, plan, stripes).run()
+            worker.run()
         finally:
             with self._lock:
-                self._working -= 1
+                self._workers.remove(worker)
             self._moved.set()
+
+    def _replace_slow(self) -> None:
+        """When others have nothing to do, whoever keeps them waiting gives its stripes back."""
+        with self._lock:
+            stripes, workers = self._stripes, list(self._workers)
+        if stripes is None or not stripes.idle:
+            return
+        best = max((worker.best_bytes_per_s for worker in workers), default=0.0)
+        for worker in workers:
+            owed_bytes, bytes_per_s, seconds = worker.pace()
+            if is_too_slow(owed_bytes, bytes_per_s, seconds, best):
+                worker.replace()
 
     def contributed(self, address: str, stripes: Stripes) -> None:
         """A stripe from ``address`` is verified."""
         self._contributed[address] = None
         self._on_progress(stripes.verified_bytes, stripes.size_bytes)
-
-
-class _Worker:
-    """One connection of a fetch that takes stripes; connects again once after a failure."""
-
-    def __init__(self, fetch: _Fetch, address: str, plan: LoadPlan, stripes: Stripes) -> None:
-        self._fetch = fetch
-        self._address = address
-        self._plan = plan
-        self._stripes = stripes
-        self._connection: DonorConnection | None = None
-        self._announced = 0
-        self._failures = 0
-        self._bad_pieces = 0
-
-    def run(self) -> None:
-        """Take stripes until there are none, or this donor is given up."""
-        try:
-            while self._failures < _MAX_FAILURES and self._bad_pieces < _MAX_BAD_PIECES:
-                stripe = self._stripes.take(self._fetch.width)
-                if stripe is None:
-                    break
-                self._fetch_stripe(*stripe)
-            if self._stripes.complete and self._connection is not None:
-                with contextlib.suppress(
-                    OSError, StateError
-                ):  # a courtesy: the donor lets go by itself later
-                    self._connection.release([(0, self._stripes.size_bytes)])
-        finally:
-            self._disconnect()
-
-    def _fetch_stripe(self, first: int, last: int) -> None:
-        received_bytes = 0
-
-        def received(count: int) -> None:
-            nonlocal received_bytes
-            received_bytes += count
-
-        bad = list(range(first, last))
-        try:
-            if self._connection is None:
-                self._connection = self._fetch.connect(self._address)
-                self._announced = 0
-            news = self._stripes.verified_since(self._announced)[-_MAX_ANNOUNCED:]
-            outcome = self._connection.fetch(self._plan, first, last, news, received)
-            self._announced += len(news)
-            self._failures = 0
-            self._bad_pieces += len(outcome.bad)
-            bad = outcome.bad
-            if outcome.damaged:
-                self._fetch.note(
-                    f"donor {self._address}: pieces {outcome.damaged} came damaged and are fetched again"
-                )
-        except (OSError, StateError) as error:
-            self._failures += _MAX_FAILURES if isinstance(error, StateError) else 1
-            self._disconnect()
-            if not self._fetch.stopped:
-                self._fetch.note(f"donor {self._address}: {_describe(error)}")
-        finally:
-            self._stripes.settle(first, last, bad, received_bytes)
-        if len(bad) < last - first:
-            self._fetch.contributed(self._address, self._stripes)
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._fetch.disconnect(self._connection)
-            self._connection = None
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return "no byte came within transfer_stall_ms"
-    return str(error) or type(error).__name__

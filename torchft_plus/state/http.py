@@ -6,12 +6,14 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, urlsplit
 
 MAX_HEAD_BYTES = 16 << 10
 CHECKSUM_HEADER = "Body-XXH3-128"
+LEAST_BYTES_A_TIMEOUT = 1 << 20
 _MAX_VECTORS = 256
 _REASONS = {
     200: "OK",
@@ -170,6 +172,11 @@ class Views:
         """The next memory, for one system call; empty at the end."""
         return self._views[self._index : self._index + _MAX_VECTORS]
 
+    @property
+    def done(self) -> bool:
+        """Nothing is left."""
+        return self._index >= len(self._views)
+
     def advance(self, count: int) -> None:
         """``count`` bytes of it are done."""
         while count:
@@ -179,6 +186,33 @@ class Views:
                 return
             count -= len(view)
             self._index += 1
+
+
+class TooSlow(TimeoutError):
+    """The other side does something, but next to nothing."""
+
+
+class _Pace:
+    """Ends a transfer that trickles: a byte now and then would hold it for ever without a single wait that is too long.
+
+    Args:
+        timeout_s: in each so many seconds ``LEAST_BYTES_A_TIMEOUT`` bytes must pass, if it takes so long.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._started = time.monotonic()
+        self._bytes = 0
+
+    def passed(self, count: int) -> None:
+        """So many bytes more. Raises TooSlow."""
+        self._bytes += count
+        now = time.monotonic()
+        if self._timeout_s is None or now < self._started + self._timeout_s:
+            return
+        if self._bytes < LEAST_BYTES_A_TIMEOUT:
+            raise TooSlow(f"only {self._bytes} bytes passed")
+        self._started, self._bytes = now, 0
 
 
 class Stream:
@@ -194,9 +228,10 @@ class Stream:
 
         Raises:
             ProtocolError: it is longer than 16 KiB or breaks off.
-            OSError: the connection broke, or nothing came within the timeout.
+            OSError: the connection broke, or it did not come within the timeout.
         """
         head = self._left
+        pace = _Pace(self.socket.gettimeout())
         while (end := head.find(b"\r\n\r\n")) < 0:
             if len(head) > MAX_HEAD_BYTES:
                 raise ProtocolError(f"a head is longer than {MAX_HEAD_BYTES} bytes")
@@ -206,17 +241,21 @@ class Stream:
                     raise ProtocolError("the connection broke off inside of a head")
                 return None
             head += data
+            pace.passed(len(data))
         self._left = head[end + 4 :]
         return head[: end + 4]
 
-    def read_into(self, views: Sequence[memoryview]) -> None:
-        """Fill ``views`` in order.
+    def read_into(
+        self, views: Sequence[memoryview], received: Callable[[int], None] = lambda _count: None
+    ) -> None:
+        """Fill ``views`` in order; ``received`` is told the size of each part as it comes.
 
         Raises:
             ProtocolError: the other side closed before all bytes were there.
-            OSError: the connection broke, or nothing came within the timeout.
+            OSError: the connection broke, or nothing or too little came within the timeout.
         """
         target = Views(views)
+        pace = _Pace(self.socket.gettimeout())
         while batch := target.batch():
             if self._left:
                 count = min(len(self._left), len(batch[0]))
@@ -227,6 +266,9 @@ class Stream:
                 if not count:
                     raise ProtocolError("the connection broke off inside of an answer")
             target.advance(count)
+            received(count)
+            if not target.done:
+                pace.passed(count)
 
     def read(self, count: int) -> bytearray:
         """The next ``count`` bytes; errors as ``read_into``."""
@@ -238,11 +280,15 @@ class Stream:
         """Send ``views`` in order.
 
         Raises:
-            OSError: the connection broke, or the other side took nothing within the timeout.
+            OSError: the connection broke, or the other side took nothing or too little within the timeout.
         """
         source = Views([memoryview(view) for view in views])
+        pace = _Pace(self.socket.gettimeout())
         while batch := source.batch():
-            source.advance(self.socket.sendmsg(batch))
+            count = self.socket.sendmsg(batch)
+            source.advance(count)
+            if not source.done:
+                pace.passed(count)
 
     def abort(self) -> None:
         """A thread that connects, reads or writes gets an error at once. Any thread."""

@@ -6,7 +6,7 @@ import threading
 
 from torchft_plus.state.manifest import PIECE_BYTES
 
-_MAX_STRIPE_PIECES = (
+MAX_STRIPE_PIECES = (
     8  # 32 MiB: what a donor's death can make us fetch twice, and long enough to hide a round trip
 )
 _SHARE = 4
@@ -25,6 +25,7 @@ class Stripes:
         pieces = -(-size_bytes // PIECE_BYTES)
         self._wanted: list[tuple[int, int]] = [(0, pieces)] if pieces else []
         self._under_way = 0
+        self._idle = 0
         self._left = pieces
         self._verified: list[tuple[int, int]] = []
         self._verified_bytes = 0
@@ -46,25 +47,36 @@ class Stripes:
         """Bytes that were received and have to be received again."""
         return self._refetched_bytes
 
-    def take(self, connections: int) -> tuple[int, int] | None:
-        """A range of pieces to fetch; waits while all that is left is under way elsewhere and might come
-        back.
+    @property
+    def idle(self) -> int:
+        """How many connections wait because all that is left is under way on others."""
+        return self._idle
+
+    def take(
+        self, connections: int, most_pieces: int = MAX_STRIPE_PIECES, *, wait: bool = True
+    ) -> tuple[int, int] | None:
+        """A range of pieces to fetch.
 
         Args:
             connections: how many share the work; a stripe is at most a quarter of a fair share, so that
                 slower ones get less.
+            most_pieces: bound for a connection that is known to be slow.
+            wait: while all that is left is under way elsewhere and might come back, wait for that.
 
         Returns:
-            First piece and the one behind the last; None when there is nothing more to do.
+            First piece and the one behind the last; None when there is nothing more to do, or, without
+            ``wait``, nothing at the moment.
         """
         with self._changed:
-            while not self._wanted and self._under_way and not self._stopped:
+            while wait and not self._wanted and self._under_way and not self._stopped:
+                self._idle += 1
                 self._changed.wait()
+                self._idle -= 1
             if not self._wanted or self._stopped:
                 return None
             first, last = self._wanted.pop()
             waiting = last - first + sum(end - start for start, end in self._wanted)
-            count = min(last - first, max(1, min(_MAX_STRIPE_PIECES, waiting // (_SHARE * connections))))
+            count = min(last - first, max(1, min(most_pieces, waiting // (_SHARE * connections))))
             if first + count < last:
                 self._wanted.append((first + count, last))
             self._under_way += 1

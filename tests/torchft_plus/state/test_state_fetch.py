@@ -272,6 +272,56 @@ def test_cancel_ends_a_transfer_at_once(big_donor: tuple[StateServer, StateRegis
     proxy.close()
 
 
+def _trickle(data: bytes, offset: int) -> bytes:
+    """Heads and the manifest as they come, then next to nothing: no single wait is long."""
+    if offset > 100_000:
+        time.sleep(0.05)
+        return data[:1]
+    return data
+
+
+def test_a_donor_that_trickles_is_replaced_by_its_speed(big_donor: tuple[StateServer, StateRegistry]) -> None:
+    """It sends something at any time, so no wait for a byte ever ends; the other donor shows how fast one can be."""
+    server, registry = big_donor
+    proxy = Proxy(server.address, _trickle)
+    joiner, _ = big_registry(48, filled=False)
+    started = time.monotonic()
+    report = fetch(joiner, HEAD, proxy.address, server.address, transfer_stall_ms=60_000)
+    apply(joiner, report)
+    assert joiner.digest() == registry.digest()
+    assert time.monotonic() - started < 20
+    assert any("it kept the others waiting" in note for note in report.notes)
+    assert report.refetched_bytes < 1 << 20
+    proxy.close()
+
+
+def test_a_single_donor_that_trickles_has_stalled(big_donor: tuple[StateServer, StateRegistry]) -> None:
+    server, _ = big_donor
+    proxy = Proxy(server.address, _trickle)
+    joiner, _ = big_registry(48, filled=False)
+    with pytest.raises(StateError, match=r"only \d+ bytes passed within transfer_stall_ms"):
+        fetch(joiner, HEAD, proxy.address, transfer_stall_ms=500)
+    proxy.close()
+
+
+def test_a_slow_donor_gets_less_of_the_work(big_donor: tuple[StateServer, StateRegistry]) -> None:
+    server, registry = big_donor
+    passed = [0]
+
+    def slow(data: bytes, _offset: int) -> bytes:
+        time.sleep(len(data) / 40e6)
+        passed[0] += len(data)
+        return data
+
+    proxy = Proxy(server.address, slow)
+    joiner, _ = big_registry(48, filled=False)
+    report = fetch(joiner, HEAD, proxy.address, server.address)
+    apply(joiner, report)
+    assert joiner.digest() == registry.digest()
+    assert passed[0] < report.size_bytes / 2
+    proxy.close()
+
+
 def test_a_silent_donor_has_a_deadline() -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     address = join_address("127.0.0.1", listener.getsockname()[1])
@@ -292,7 +342,9 @@ def test_donors_of_another_head_or_with_another_state_are_told_apart() -> None:
     serve(servers[1], head_at(4))
     servers[0].before_update()
     serve(servers[0], head_at(4))
-    report = fetch(joiner.registry, head_at(4), *(server.address for server in servers))
+    # Slow enough that both manifests have come before one donor has given everything.
+    proxies = [Proxy(server.address, lambda data, _: time.sleep(0.1) or data) for server in servers]
+    report = fetch(joiner.registry, head_at(4), *(proxy.address for proxy in proxies))
     assert any("its manifest differs from that of" in note for note in report.notes)
     with pytest.raises(StateError, match="version 3-78 is not served yet: this replica serves"):
         fetch(joiner.registry, Head(3, 78), servers[0].address, wait_ms=0)
@@ -302,8 +354,8 @@ def test_donors_of_another_head_or_with_another_state_are_told_apart() -> None:
         fetch(joiner.registry, HEAD)
     with pytest.raises(StateError, match="is not host:port"):
         fetch(joiner.registry, HEAD, "nowhere")
-    for server in servers:
-        server.close()
+    for end in (*proxies, *servers):
+        end.close()
 
 
 def test_a_mismatch_is_one_sentence_and_changes_nothing() -> None:

@@ -1,0 +1,211 @@
+"""One connection of a fetch: takes stripes, asks ahead, measures its speed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from typing import Protocol
+
+from torchft_plus.state.donor_connection import DonorConnection
+from torchft_plus.state.errors import StateError
+from torchft_plus.state.http import TooSlow
+from torchft_plus.state.load_plan import LoadPlan
+from torchft_plus.state.manifest import PIECE_BYTES
+from torchft_plus.state.stripes import MAX_STRIPE_PIECES, Stripes
+
+MAX_FAILURES = 2
+_MAX_BAD_PIECES = 32
+_MAX_ANNOUNCED = 64
+_AHEAD = 2
+_FIRST_PIECES = 2
+"""Size of a connection's stripes until its speed is known."""
+_STRIPE_SECONDS = 0.5
+_GRACE_SECONDS = 0.5
+_LATE_SECONDS = 1.0
+_LATE_FACTOR = 4.0
+
+
+class FetchHost(Protocol):
+    """The fetch that a connection works for."""
+
+    width: int
+    """How many connections share the work."""
+    stopped: bool
+
+    def connect(self, address: str) -> DonorConnection:
+        """A new connection. Raises OSError."""
+        ...
+
+    def disconnect(self, connection: DonorConnection) -> None:
+        """Close a connection."""
+        ...
+
+    def note(self, sentence: str) -> None:
+        """Something went wrong on the way."""
+        ...
+
+    def contributed(self, address: str, stripes: Stripes) -> None:
+        """A stripe from ``address`` is verified."""
+        ...
+
+
+def is_too_slow(owed_bytes: int, bytes_per_s: float, seconds: float, best_bytes_per_s: float) -> bool:
+    """True if a connection keeps others waiting that would be much faster.
+
+    Args:
+        owed_bytes: what it was asked for and has not sent.
+        bytes_per_s: its speed.
+        seconds: for how long this speed was measured.
+        best_bytes_per_s: speed of the fastest; 0 if it is not known.
+    """
+    if not owed_bytes or seconds < _GRACE_SECONDS or not best_bytes_per_s:
+        return False
+    if not bytes_per_s:
+        return True
+    left_s = owed_bytes / bytes_per_s
+    return left_s > _LATE_SECONDS and left_s > _LATE_FACTOR * owed_bytes / best_bytes_per_s
+
+
+class FetchWorker:
+    """Takes stripes for one connection, the next one before the last has come; connects again once after a failure.
+
+    Args:
+        host: the fetch.
+        address: of the donor.
+        plan: where the bytes go.
+        stripes: what is wanted.
+    """
+
+    def __init__(self, host: FetchHost, address: str, plan: LoadPlan, stripes: Stripes) -> None:
+        self._host = host
+        self._address = address
+        self._plan = plan
+        self._stripes = stripes
+        self._connection: DonorConnection | None = None
+        self._asked: deque[tuple[int, int]] = deque()
+        self._announced = 0
+        self._failures = 0
+        self._bad_pieces = 0
+        self._replaced = False
+        self._started = time.monotonic()
+        self._received_bytes = 0
+        self._last_bytes_per_s = 0.0
+        self.best_bytes_per_s = 0.0
+        """Highest speed of a stripe."""
+
+    def run(self) -> None:
+        """Take stripes until there are none, or this donor is given up."""
+        try:
+            while self._failures < MAX_FAILURES and self._bad_pieces < _MAX_BAD_PIECES and not self._replaced:
+                try:
+                    self._ask_ahead()
+                    if not self._asked:
+                        break
+                    self._receive()
+                except (OSError, StateError) as error:
+                    self._fail(error)
+            if self._stripes.complete and self._connection is not None:
+                with contextlib.suppress(
+                    OSError, StateError
+                ):  # a courtesy: the donor lets go by itself later
+                    self._connection.release([(0, self._stripes.size_bytes)])
+        finally:
+            self._give_back()
+            self._disconnect()
+
+    # --- speed, for the thread that watches ---
+
+    def pace(self) -> tuple[int, float, float]:
+        """What it owes (bytes), its speed since it began to wait for its present stripe (bytes/s), and for how long
+        that is (s). Any thread."""
+        asked = list(self._asked)
+        if not asked:
+            return 0, 0.0, 0.0
+        received_bytes, seconds = self._received_bytes, time.monotonic() - self._started
+        owed_bytes = sum(last - first for first, last in asked) * PIECE_BYTES
+        return max(1, owed_bytes - received_bytes), received_bytes / max(seconds, 1e-9), seconds
+
+    def replace(self) -> None:
+        """Give back what it owes, and end. Any thread."""
+        self._replaced = True
+        connection = self._connection
+        if connection is not None:
+            connection.abort()
+
+    # --- one stripe ---
+
+    def _ask_ahead(self) -> None:
+        while len(self._asked) < _AHEAD:
+            stripe = self._stripes.take(self._host.width, self._most_pieces(), wait=not self._asked)
+            if stripe is None:
+                return
+            if not self._asked:
+                self._begin_to_wait()
+            self._asked.append(stripe)
+            if self._connection is None:
+                self._connection = self._host.connect(self._address)
+                self._announced = 0
+            news = self._stripes.verified_since(self._announced)[-_MAX_ANNOUNCED:]
+            self._connection.ask(self._plan, *stripe, news)
+            self._announced += len(news)
+
+    def _most_pieces(self) -> int:
+        if not self._last_bytes_per_s:
+            return _FIRST_PIECES
+        return max(1, min(MAX_STRIPE_PIECES, int(_STRIPE_SECONDS * self._last_bytes_per_s / PIECE_BYTES)))
+
+    def _begin_to_wait(self) -> None:
+        self._started, self._received_bytes = time.monotonic(), 0
+
+    def _received(self, count: int) -> None:
+        self._received_bytes += count
+
+    def _receive(self) -> None:
+        assert self._connection is not None
+        first, last = self._asked[0]
+        outcome = self._connection.receive(self._plan, self._received)
+        self._asked.popleft()
+        self._failures = 0
+        self._bad_pieces += len(outcome.bad)
+        if outcome.damaged:
+            self._host.note(
+                f"donor {self._address}: pieces {outcome.damaged} came damaged and are fetched again"
+            )
+        self._stripes.settle(first, last, outcome.bad, self._received_bytes)
+        self._last_bytes_per_s = self._received_bytes / max(time.monotonic() - self._started, 1e-9)
+        self.best_bytes_per_s = max(self.best_bytes_per_s, self._last_bytes_per_s)
+        self._begin_to_wait()
+        if len(outcome.bad) < last - first:
+            self._host.contributed(self._address, self._stripes)
+
+    def _fail(self, error: OSError | StateError) -> None:
+        self._failures += MAX_FAILURES if isinstance(error, StateError) else 1
+        self._disconnect()
+        if self._replaced:
+            speed = self._received_bytes / max(time.monotonic() - self._started, 1e-9)
+            self._host.note(
+                f"donor {self._address}: at {speed / 1e6:.3g} MB/s it kept the others waiting, who fetch what it owed"
+            )
+        elif not self._host.stopped:
+            self._host.note(f"donor {self._address}: {describe(error)}")
+        self._give_back()
+
+    def _give_back(self) -> None:
+        while self._asked:
+            first, last = self._asked.popleft()
+            self._stripes.settle(first, last, list(range(first, last)), self._received_bytes)
+            self._received_bytes = 0
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._host.disconnect(self._connection)
+            self._connection = None
+
+
+def describe(error: Exception) -> str:
+    """Why a donor failed, for sentences."""
+    if isinstance(error, TimeoutError):
+        few = str(error) if isinstance(error, TooSlow) else "no byte came"
+        return f"{few} within transfer_stall_ms"
+    return str(error) or type(error).__name__
