@@ -181,7 +181,7 @@ class LighthouseDaemon:
         job = self._jobs.get(job_id)
         if job is None:
             record = self._storage.load(job_id)
-            core = QuorumCore(self._config, record, int(time.time()), self._now_ms())
+            core = QuorumCore(self._config, record, time.time(), self._now_ms())
             job = Job(job_id, core, self._storage, self._events)
             job.start()
             self._jobs[job_id] = job
@@ -209,6 +209,10 @@ class LighthouseDaemon:
         session = job.sessions[key] = Session(*key)
         reader = asyncio.create_task(self._read(job, session, context))
         writer = asyncio.create_task(self._write(session, context))
+        for task in (reader, writer):
+            task.add_done_callback(
+                _look_at
+            )  # a broken stream may cancel this call, too, while it collects them
         try:
             self._handle(job, Connected(*key, opening.hello))
             job.answer(session)
@@ -296,6 +300,12 @@ class LighthouseDaemon:
         except wire.DecodeError as error:
             text = f"the request is no valid {kind.__name__}: {error}"
             return await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+
+
+def _look_at(task: asyncio.Task[None]) -> None:
+    """Take note of how a task has ended, so that asyncio does not complain that nobody did."""
+    if not task.cancelled():
+        task.exception()
 
 
 def reachable_host(host: str) -> str:

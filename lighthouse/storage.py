@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
@@ -10,9 +11,12 @@ from typing import Protocol
 
 from lighthouse import wire
 from lighthouse.core.words import Record
+from lighthouse.messages import Process
 from lighthouse.pb import lighthouse_pb2 as pb
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+OLDER_VERSION = 2
+"""Without ``gone``, and with epochs that are seconds; what it holds is taken over."""
 LOCK_TIMEOUT_S = 5.0
 
 
@@ -95,29 +99,34 @@ class SqliteStorage:
             raise StorageError(f"the store {path} cannot be opened: {error}; give another --store") from error
 
     def _create(self) -> None:
+        self._database.execute("BEGIN IMMEDIATE")
         version = self._database.execute("PRAGMA user_version").fetchone()[0]
-        if version not in (0, SCHEMA_VERSION):
+        if version not in (0, OLDER_VERSION, SCHEMA_VERSION):
             raise StorageError(
                 f"the store {self._path} has version {version}, this Lighthouse knows {SCHEMA_VERSION}: "
                 "use the Lighthouse that wrote it, or give another --store"
             )
+        if version == OLDER_VERSION:
+            self._database.execute("ALTER TABLE job ADD COLUMN gone TEXT NOT NULL DEFAULT '[]'")
         self._database.execute(
-            "CREATE TABLE IF NOT EXISTS job"
-            " (job_id TEXT PRIMARY KEY, epoch INTEGER NOT NULL, quorum BLOB, ended INTEGER NOT NULL)"
+            "CREATE TABLE IF NOT EXISTS job (job_id TEXT PRIMARY KEY, epoch INTEGER NOT NULL, quorum BLOB,"
+            " ended INTEGER NOT NULL, gone TEXT NOT NULL)"
         )
         self._database.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        self._database.execute("COMMIT")
 
     def load(self, job_id: str) -> Record | None:
         """See Storage."""
         try:
             row = self._database.execute(
-                "SELECT epoch, quorum, ended FROM job WHERE job_id = ?", (job_id,)
+                "SELECT epoch, quorum, ended, gone FROM job WHERE job_id = ?", (job_id,)
             ).fetchone()
             if row is None:
                 return None
             quorum = pb.Quorum.FromString(row[1]) if row[1] is not None else None
-            return Record(row[0], wire.quorum_in(quorum) if quorum is not None else None, bool(row[2]))
-        except (sqlite3.Error, wire.WireError, wire.DecodeError) as error:
+            gone = tuple((Process(name, incarnation), why) for name, incarnation, why in json.loads(row[3]))
+            return Record(row[0], wire.quorum_in(quorum) if quorum is not None else None, bool(row[2]), gone)
+        except (sqlite3.Error, wire.WireError, wire.DecodeError, ValueError) as error:
             raise StorageError(f"the store {self._path} cannot be read: {error}") from error
 
     def epoch(self, job_id: str) -> int | None:
@@ -131,16 +140,18 @@ class SqliteStorage:
     def store(self, job_id: str, expected_epoch: int | None, record: Record) -> bool:
         """See Storage."""
         quorum = wire.quorum_out(record.q_last).SerializeToString() if record.q_last is not None else None
+        gone = json.dumps([(process.replica_id, process.incarnation, why) for process, why in record.gone])
+        values = (record.epoch, quorum, record.ended, gone)
         try:
             if expected_epoch is None:
                 cursor = self._database.execute(
-                    "INSERT OR IGNORE INTO job (job_id, epoch, quorum, ended) VALUES (?, ?, ?, ?)",
-                    (job_id, record.epoch, quorum, record.ended),
+                    "INSERT OR IGNORE INTO job (job_id, epoch, quorum, ended, gone) VALUES (?, ?, ?, ?, ?)",
+                    (job_id, *values),
                 )
             else:
                 cursor = self._database.execute(
-                    "UPDATE job SET epoch = ?, quorum = ?, ended = ? WHERE job_id = ? AND epoch = ?",
-                    (record.epoch, quorum, record.ended, job_id, expected_epoch),
+                    "UPDATE job SET epoch = ?, quorum = ?, ended = ?, gone = ? WHERE job_id = ? AND epoch = ?",
+                    (*values, job_id, expected_epoch),
                 )
         except sqlite3.Error as error:
             raise StorageError(f"the store {self._path} cannot be written: {error}") from error

@@ -19,18 +19,23 @@ class Blame:
     def __init__(self, first_delay_ms: int) -> None:
         self._first_delay_ms = first_delay_ms
         self._faults: Counter[tuple[str, str]] = Counter()
+        self._counted: set[tuple[int, str, str]] = set()
+        """Of the last two quorums: who named whom; each counts once a quorum."""
         self._members: frozenset[Process] = frozenset()
         self._fruitless = 0
         self._delay_ms: dict[str, int] = {}
         self._out_until_ms: dict[str, int] = {}
 
-    def fault(self, reporter: str, peer: str) -> None:
-        """``reporter`` names ``peer`` as the one it could not work with."""
-        self._faults[reporter, peer] += 1
+    def fault(self, quorum_id: int, reporter: str, peer: str) -> None:
+        """``reporter`` names ``peer`` as the one it could not work with under ``quorum_id``."""
+        if (quorum_id, reporter, peer) not in self._counted:
+            self._counted.add((quorum_id, reporter, peer))
+            self._faults[reporter, peer] += 1
 
     def quorum_ended(self, quorum: Quorum, committed: bool) -> None:
         """Take note of what became of a quorum, once, when the next one is formed."""
         members = frozenset(m.process for m in quorum.members)
+        self._counted = {fault for fault in self._counted if fault[0] >= quorum.id}
         if committed:
             self._fruitless, self._members = 0, frozenset()
             self._faults.clear()
@@ -46,14 +51,18 @@ class Blame:
         return self._fruitless >= FRUITLESS_LIMIT and self._members == frozenset(members)
 
     def most_blamed(self, members: Sequence[Process], candidates: Sequence[Process]) -> Process:
-        """The candidate named most often by members; among equals the last (order: oldest membership first)."""
+        """The candidate named most often by members; among equals one that also named who names it (both ends of a
+        broken link do), then the last (order: oldest membership first)."""
         names = {m.replica_id for m in members}
         votes: Counter[str] = Counter()
+        links: Counter[str] = Counter()
         for (reporter, peer), count in self._faults.items():
             if reporter in names:
                 votes[peer] += count
-        most = max(votes[c.replica_id] for c in candidates)
-        return [c for c in candidates if votes[c.replica_id] == most][-1]
+                links[peer] += (peer, reporter) in self._faults
+        order = {c: (votes[c.replica_id], links[c.replica_id]) for c in candidates}
+        most = max(order.values())
+        return [c for c in candidates if order[c] == most][-1]
 
     def leave_out(self, replica_id: str, now_ms: int) -> int:
         """Keep ``replica_id`` out for a time that doubles with every repetition; returns it in milliseconds."""

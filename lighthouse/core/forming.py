@@ -87,7 +87,15 @@ def _first(view: View, roster: Roster, asks: list[Peer]) -> Plan | Wait:
         missing = f"for {', '.join(silent) or 'more replicas'}, {len(stayers)} have asked"
     if not complete and not _join_timeout_over(view, roster):
         return Wait(f"{missing}; at most until join_timeout_ms ({config.join_timeout_ms})")
-    return _restart(stayers, "first quorum") or Wait("for a replica that holds any state", start_over=True)
+    plan = _restart(stayers, "first quorum")
+    if plan is None:
+        return Wait("for a replica that holds any state", start_over=True)
+    if roster.q_last is None and (plan.base.step or view.highest_step):
+        lost = view.highest_step - plan.base.step
+        text = f"nothing is stored of this job: training goes on from step {plan.base.step}, the newest that is here"
+        more = f"; a total loss, {lost} steps or more are lost" if lost > 0 else ""
+        plan = replace(plan, announce=text + more)
+    return plan
 
 
 def _next(view: View, q_last: Quorum, roster: Roster, blame: Blame, asks: list[Peer]) -> Plan | Wait:

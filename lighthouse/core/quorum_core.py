@@ -29,7 +29,11 @@ from lighthouse.core.words import (
 )
 from lighthouse.messages import Ask, Beat, Fault, Form, Member, Process, Quorum, Revoke
 
-MAX_EPOCH = 2**31 - 1
+EPOCHS_PER_S = 1024
+COUNTER_BITS = 22
+"""An id is epoch << 22 | counter: as seconds << 32 was, so that ids grew on when epochs became finer."""
+MAX_EPOCH = 2**41 - 1
+"""Ids stay below 2^63."""
 
 
 class QuorumCore:
@@ -38,19 +42,24 @@ class QuorumCore:
     Args:
         config: settings.
         record: what is stored, or None.
-        clock_seconds: Unix time at the start of the Lighthouse; keeps ids growing if the store was lost (F18).
+        clock_seconds: Unix time at the start of the Lighthouse; keeps ids growing if the store was lost (F18), however
+            often it was started before.
         now_ms: running time.
     """
 
-    def __init__(self, config: CoreConfig, record: Record | None, clock_seconds: int, now_ms: int) -> None:
+    def __init__(self, config: CoreConfig, record: Record | None, clock_seconds: float, now_ms: int) -> None:
         self.config = config
-        self.epoch = max(record.epoch if record is not None else 0, clock_seconds) + 1
+        self.epoch = max(record.epoch if record is not None else 0, int(clock_seconds * EPOCHS_PER_S)) + 1
         self._counter = 0
         self._stored_epoch = record.epoch if record is not None else None
         self._highest_id = 0
         self._highest_step = 0
+        self._forgotten_id = 0
+        """The highest quorum of which was said that nobody reports it."""
         self._reported: Quorum | None = None
         self._reported_ms = now_ms
+        self._previous: tuple[int, frozenset[str]] = (0, frozenset())
+        """Id and members of the quorum before the last one."""
         self._round: Round | None = None
         self._fault: str | None = None
         self._total_loss_since_ms: int | None = None
@@ -65,6 +74,7 @@ class QuorumCore:
         """Members without whose asks the round cannot end."""
         if record is not None and record.q_last is not None:
             self._roster.set_last(record.q_last)
+            self._roster.gone.update(record.gone)
             if record.ended:
                 self._roster.gone.update((m.process, LEFT) for m in record.q_last.members)
             self._roster.expect(record.q_last)
@@ -206,12 +216,18 @@ class QuorumCore:
 
     def _fault_reported(self, peer: Peer, fault: Fault) -> None:
         self._roster.hear(peer)
+        previous_id, previous_members = self._previous
+        if fault.quorum_id == previous_id and peer.replica_id in previous_members:
+            # Too late to matter for that quorum; and yet who reports first is chance, and a link has two ends.
+            if fault.peer in previous_members - {peer.replica_id}:
+                self._blame.fault(previous_id, peer.replica_id, fault.peer)
+            return
         if self.q_last is None or fault.quorum_id != self.q_last.id or not self._roster.is_member(peer):
             return
         named = self._roster.peers.get(fault.peer) if fault.peer is not None else None
         if named is not None and named is not peer and self._roster.is_member(named):
             named.named = True
-            self._blame.fault(peer.replica_id, named.replica_id)
+            self._blame.fault(fault.quorum_id, peer.replica_id, named.replica_id)
         about = f" about {fault.peer}" if fault.peer else ""
         self._fault = f"{peer.replica_id} reports a fault{about}: {fault.reason}"
 
@@ -224,6 +240,8 @@ class QuorumCore:
             process = named[0] if named else current.process if current is not None else process
         if process.incarnation and process not in self._roster.gone:
             self._roster.retire(process, "its exit was reported")
+            if process in self._roster.ranks:
+                self._store()  # the launcher says it once, perhaps to a Lighthouse that is restarted before the next quorum
 
     def gone_because(self, process: Process) -> str | None:
         """Why ``process`` is counted out for good; None if it is not."""
@@ -244,7 +262,7 @@ class QuorumCore:
         assert position is not None
         heads = [position.head] + ([position.disk_head] if position.disk_head is not None else [])
         ids = [position.floor, *(h.quorum_id for h in heads), quorum.id if quorum is not None else 0]
-        self._highest_id = max(self._highest_id, *(i for i in ids if i >> 32 < MAX_EPOCH))
+        self._highest_id = max(self._highest_id, *(i for i in ids if i >> COUNTER_BITS < MAX_EPOCH))
         self._highest_step = max(self._highest_step, position.head.step)
         newest = max((q.id for q in (self.q_last, self._reported) if q is not None), default=0)
         if quorum is not None and newest < quorum.id <= self._highest_id:
@@ -310,11 +328,18 @@ class QuorumCore:
         self._chronicle.wait("")
         self._store()
         self._chronicle.tell(f"quorum {reported.id}, as reported by its members, is in force again (rule R2)")
-        newest = max((p.floor() for p in self._roster.peers.values()), default=0)
-        if newest > reported.id:
+        self._announce_forgotten(reported, self._highest_id)
+
+    def _announce_forgotten(self, quorum: Quorum, known_id: int) -> None:
+        """Say if there was a later quorum than ``quorum``, with which training goes on: a floor, head or checkpoint names it.
+
+        Its members are all away, and the store that knew it was lost; what it committed may still lie on a disk.
+        """
+        if known_id > max(quorum.id, self._forgotten_id):
+            self._forgotten_id = known_id
             self._chronicle.announce(
-                f"total loss: quorum {newest} was revoked at some time, and nobody reports it; the store was lost "
-                f"and all its members are away, so training goes on from quorum {reported.id} without their steps"
+                f"total loss: there was a quorum {known_id}, and nobody reports it; the store was lost and all "
+                f"its members are away, so training goes on from quorum {quorum.id} without their steps"
             )
 
     def _let_strangers_leave(self) -> None:
@@ -397,10 +422,15 @@ class QuorumCore:
             self._blame.quorum_ended(self.q_last, committed=True)
         members = tuple(Member(p.process, p.address, p.process in plan.holders) for p in plan.members)
         reason = f"{self._round.reason}; {plan.reason}" if self.q_last is not None else plan.reason
+        before, known_id = self.q_last, self._highest_id
         quorum = Quorum(self._next_id(), members, plan.base, plan.reload, reason)
+        if before is not None:
+            self._previous = (before.id, frozenset(p.replica_id for p in self._roster.ranks))
         self._roster.set_last(quorum)
         self._round, self._fault, self._total_loss_since_ms = None, None, None
         self._store()
+        if before is not None and not plan.announce:
+            self._announce_forgotten(before, known_id)
         if plan.announce:
             self._chronicle.announce(plan.announce)
         self._seniority = {p.process: self._seniority.get(p.process, quorum.id) for p in plan.members}
@@ -488,17 +518,18 @@ class QuorumCore:
         return list(self._roster.members(self.q_last))
 
     def _next_id(self) -> int:
-        """Above everything that anybody has ever seen: epoch << 32 | counter (rule L1, F18)."""
+        """Above everything that anybody has ever seen: epoch << 22 | counter (rule L1, F18)."""
         self._counter += 1
-        if (self.epoch << 32 | self._counter) <= self._highest_id:
-            self.epoch, self._counter = (self._highest_id >> 32) + 1, 1
-        self._highest_id = self.epoch << 32 | self._counter
+        if (self.epoch << COUNTER_BITS) + self._counter <= self._highest_id:
+            self.epoch, self._counter = (self._highest_id >> COUNTER_BITS) + 1, 1
+        self._highest_id = (self.epoch << COUNTER_BITS) + self._counter
         return self._highest_id
 
     def _store(self) -> None:
-        self._effects.append(
-            Store(self._stored_epoch, Record(self.epoch, self.q_last, self._roster.run_has_ended()))
-        )
+        roster = self._roster
+        gone = tuple((process, roster.gone[process]) for process in roster.ranks if process in roster.gone)
+        record = Record(self.epoch, self.q_last, roster.run_has_ended(), gone)
+        self._effects.append(Store(self._stored_epoch, record))
         self._stored_epoch = self.epoch
 
     def _take(self) -> list[Effect]:

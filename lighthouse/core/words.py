@@ -59,6 +59,8 @@ class Record:
     q_last: Quorum | None
     ended: bool = False
     """All members of ``q_last`` have left in good order: the next run of this job need not wait for them."""
+    gone: tuple[tuple[Process, str], ...] = ()
+    """Members of ``q_last`` that will never act again, and why."""
 
 
 # --- events ---------------------------------------------------------------------------------------------------

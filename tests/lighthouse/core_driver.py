@@ -49,7 +49,7 @@ class Driver:
     """A Lighthouse of one job. Names are replica_ids; "a2" is the second incarnation of "a"."""
 
     def __init__(
-        self, record: Record | None = None, clock_seconds: int = CLOCK_SECONDS, **config: int
+        self, record: Record | None = None, clock_seconds: float = CLOCK_SECONDS, **config: int
     ) -> None:
         self.now_ms = 0
         self.config = CoreConfig(**config)  # type: ignore[arg-type]

@@ -90,7 +90,7 @@ class World:
             min_replicas=min_replicas, expected_replicas=len(names), restart_timeout_ms=2_000
         )
         self.now_ms = 0
-        self.clock_seconds = 1_000
+        self.clock_seconds = 1_000.0
         self.record: Record | None = None
         self.nodes: list[Node] = []
         self.disks: dict[str, Head] = {}
@@ -119,7 +119,7 @@ class World:
         for node in self.nodes:
             self.break_stream(node, keep=False)
             node.up.clear()
-        self.clock_seconds += 1
+        self.clock_seconds += 0.1
         self.effects_until_crash = None
         self._boot(self.record if keep_store else None)
         if self.record is None or self.record.q_last is None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from core_driver import CLOCK_SECONDS, START, Driver, process
 
+from lighthouse.core.quorum_core import COUNTER_BITS, EPOCHS_PER_S
 from lighthouse.core.words import CoreConfig, Record
-from lighthouse.messages import Form, Head, Member, Position, Progress, Quorum, Revoke, Vote
+from lighthouse.messages import Fault, Form, Head, Member, Position, Progress, Quorum, Revoke, Vote
 from lighthouse.timeouts import Timeouts
 
 
@@ -90,6 +91,7 @@ def test_a_job_that_restarts_from_checkpoints_goes_on_from_the_newest() -> None:
     assert driver.members == "b (a)"
     assert driver.quorum.base == new
     assert driver.quorum.id > 7
+    assert "nothing is stored of this job: training goes on from step 12" in driver.announcements("a")
 
 
 # --- L1: ids and the store ------------------------------------------------------------------------------------
@@ -97,16 +99,56 @@ def test_a_job_that_restarts_from_checkpoints_goes_on_from_the_newest() -> None:
 
 def test_the_epoch_is_claimed_at_start_and_ids_grow_across_restarts() -> None:
     first = trio()
-    assert first.quorum.id == (CLOCK_SECONDS + 1) << 32 | 1
+    assert first.quorum.id == (CLOCK_SECONDS * EPOCHS_PER_S + 1) << COUNTER_BITS | 1
     second = Driver(first.record, clock_seconds=1)
     assert second.record is not None
-    assert second.record.epoch == CLOCK_SECONDS + 2
+    assert second.record.epoch == CLOCK_SECONDS * EPOCHS_PER_S + 2
     assert second.record.q_last == first.quorum
+
+
+def test_many_starts_within_a_second_do_not_outrun_the_clock_that_replaces_a_lost_store() -> None:
+    """A start takes 100 ms at least; the disk is lost, and nobody reports what the last one had formed."""
+    clock_seconds, record, ids = float(CLOCK_SECONDS), None, list[int]()
+    for number in range(30):
+        driver = Driver(record if number % 5 else None, clock_seconds, min_replicas=1, expected_replicas=1)
+        if driver.core.q_last is not None:
+            driver.exit_seen(f"a{(number - 1) % 10}")
+        driver.connect(f"a{number % 10}")
+        driver.ask(f"a{number % 10}")
+        ids.append(driver.quorum.id)
+        record, clock_seconds = driver.record, clock_seconds + 0.1
+    assert ids == sorted(set(ids))
+
+
+def test_ids_go_on_from_those_whose_epochs_were_seconds_and_stay_below_the_limit_of_the_wire() -> None:
+    seconds = 1_796_000_000
+    old = Quorum((seconds << 32) | 7, (Member(process("a"), "h:1", True),), Head(5, (seconds << 32) | 6))
+    driver = Driver(Record(seconds, old), seconds + 1)
+    driver.connect("a", old, Position(old.id, old.base, level=True))
+    driver.ask("a", Position(old.id, old.base, level=True))
+    assert old.id < driver.quorum.id < (seconds + 2) << 32
+    much_later = Driver(None, seconds + 10 * 365 * 86_400, expected_replicas=1)
+    much_later.connect("a")
+    much_later.ask("a")
+    assert much_later.quorum.id < 2**63
+
+
+def test_the_exit_of_a_member_is_still_known_after_a_restart_of_the_lighthouse() -> None:
+    before = trio(restart_timeout_ms=1_000)
+    for name in "abc":
+        before.exit_seen(name)
+    driver = Driver(before.record, restart_timeout_ms=1_000)
+    driver.connect("x")
+    driver.ask("x")
+    driver.wait(1_000, beats="x")
+    assert driver.members == "x", "nobody is awaited who cannot come"
+    assert "total loss" in driver.quorum.reason
 
 
 def test_a_new_id_is_above_every_id_that_anybody_reports() -> None:
     driver = Driver(expected_replicas=1)
     far = (CLOCK_SECONDS + 50) << 32
+    assert far >> COUNTER_BITS > CLOCK_SECONDS * EPOCHS_PER_S
     driver.connect("a", position=Position(far, START, level=True))
     driver.ask("a", Position(far, START, level=True))
     assert driver.quorum.id > far
@@ -830,6 +872,44 @@ def test_the_most_blamed_is_left_out() -> None:
     assert driver.members == "b c"
 
 
+@pytest.mark.parametrize("ends", ["ab", "bc", "ac"])
+def test_of_a_cut_link_one_of_the_ends_is_left_out_and_not_the_innocent_third(ends: str) -> None:
+    """The first fault of each quorum names nobody, and the third saw something break too; who knows more is late."""
+    driver = trio()
+    one, other = ends
+    [third] = set("abc") - set(ends)
+    for _ in range(2):
+        driver.fault(third, one)
+        driver.fault(one, third)
+        driver.fault(one, third)
+        old = driver.quorum.id
+        driver.ask_fenced("a b c")
+        if driver.quorum.id == old:
+            break
+        for reporter, peer in ((one, other), (other, one)):
+            driver.up(reporter, Fault(old, peer, "late"))
+            driver.up(reporter, Fault(old, peer, "again"))
+    assert third in driver.members.split()
+    assert len(driver.members.split()) == 2
+
+
+def test_a_fault_of_a_quorum_before_the_previous_one_counts_for_nothing() -> None:
+    driver = trio()
+    first = driver.quorum.id
+    for _ in range(2):
+        driver.fault("b", "c")
+        driver.ask_fenced("a b c", head=Head(driver.quorum.base.step + 1, driver.quorum.id))
+    for reporter in "abc":
+        driver.words(reporter)
+    driver.up("a", Fault(first, "b", "very late"))
+    driver.up("c", Fault(driver.quorums[1].id, "c", "itself"))
+    assert all(driver.words(name) == [] for name in "abc")
+    for _ in range(2):
+        driver.fault("a")
+        driver.ask_fenced("a b c")
+    assert driver.members == "a b", "nobody was named, so that the last is left out"
+
+
 def test_a_commit_between_clears_the_blame() -> None:
     driver = trio()
     for _ in range(3):
@@ -940,6 +1020,34 @@ def test_a_store_that_is_older_than_a_report_yields() -> None:
     assert driver.words("a") == []
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_checkpoint_of_a_quorum_that_only_a_lost_store_knew_is_told(when: str) -> None:
+    """a is in quorum 1; quorum 2 of b and c went on without it, they died, and b left a checkpoint."""
+    before = trio()
+    old = before.quorum
+    before.exit_seen("a")
+    before.ask_fenced("b c")
+    disk = Head(40, before.quorum.id)
+    restarted = Position(0, disk, level=True, disk_head=disk)
+    driver = Driver(None, clock_seconds=2_000)
+    if when == "before":
+        driver.connect("b2", position=restarted)
+    driver.connect("a", old)
+    driver.exit_seen("b")
+    driver.exit_seen("c")
+    driver.wait(3_000, beats="a b2")
+    assert driver.quorum == old
+    if when == "after":
+        assert "total loss" not in driver.announcements("a")
+        driver.connect("b2", position=restarted)
+    driver.ask("b2", restarted)
+    driver.ask_fenced("a")
+    assert driver.members == "a (b2)"
+    assert f"total loss: there was a quorum {disk.quorum_id}" in driver.announcements("a")
+    driver.ask_fenced("a b2")
+    assert "total loss" not in driver.announcements("a"), "it is said once"
+
+
 def test_a_round_that_was_open_goes_on_after_a_restart() -> None:
     before = trio()
     driver = Driver(before.record)
@@ -1014,3 +1122,12 @@ def test_a_total_loss_waits_for_the_ask_of_whom_is_here_with_something_newer() -
     driver.ask("b", newer)
     assert driver.members == "b (a2)"
     assert driver.quorum.base == newer.head
+
+
+def test_for_whom_a_round_waits_is_said_as_it_is_now() -> None:
+    driver = trio()
+    driver.fault("a")
+    assert driver.waiting == "for a, b, c to ask"
+    driver.ask_fenced("a")
+    driver.ask_fenced("b")
+    assert driver.waiting == "for c to ask"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import os
 import signal
@@ -20,10 +22,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lighthouse import wire
 from lighthouse.client import LighthouseUnreachable, fetch_status, report_exit
+from lighthouse.core.words import CoreConfig
+from lighthouse.daemon import LighthouseDaemon
 from lighthouse.events import EventLog
 from lighthouse.messages import Hello, Position, Process
 from lighthouse.rpc import SESSION, parse_address, target_of
 from lighthouse.server import LighthouseServer
+from lighthouse.storage import MemoryStorage
 
 LOOPBACK = "127.0.0.1:0"
 FAKE_MEMBER = Path(__file__).parent / "fake_member.py"
@@ -408,3 +413,49 @@ def test_the_lighthouse_imports_neither_torch_nor_torchft_plus() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
     )
     assert result.stdout == "[]\n"
+
+
+class _BrokenStream:
+    """A stream whose writes fail, but only after the call was cancelled twice, as gRPC does at times."""
+
+    def __init__(self) -> None:
+        self.written_to = asyncio.Event()
+        self.broken = asyncio.Event()
+        opening = wire.Open("job", Process("a", "1"), 1, Hello(Position(0, START), "h:1", 1))
+        self._words = [wire.encode_up(opening)]
+
+    async def read(self) -> bytes:
+        if not self._words:
+            await asyncio.Event().wait()
+        return self._words.pop()
+
+    async def write(self, _data: bytes) -> None:
+        self.written_to.set()
+        while not self.broken.is_set():
+            try:
+                await self.broken.wait()
+            except asyncio.CancelledError:
+                continue  # a write that is under way
+        raise RuntimeError("the stream is broken")
+
+
+def test_a_stream_that_breaks_while_it_is_written_to_makes_no_noise() -> None:
+    complaints: list[str] = []
+
+    async def break_it() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what["message"]))
+        daemon = LighthouseDaemon(CoreConfig(), MemoryStorage(), EventLog(None, "lighthouse"))
+        stream = _BrokenStream()
+        call = asyncio.create_task(daemon._session(None, stream))  # type: ignore[arg-type]
+        await stream.written_to.wait()
+        for _ in range(2):
+            call.cancel()
+            await asyncio.sleep(0)
+        stream.broken.set()
+        await asyncio.wait([call])
+        while len(asyncio.all_tasks()) > 1:
+            await asyncio.sleep(0)
+
+    asyncio.run(break_it())
+    gc.collect()
+    assert complaints == []

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lighthouse import wire
 from lighthouse.core.clock import RunningClock
 from lighthouse.core.words import Record
 from lighthouse.messages import Head, Member, Process, Quorum
@@ -62,8 +63,29 @@ def test_a_store_of_another_version_is_refused(tmp_path: Path) -> None:
     database = sqlite3.connect(path)
     database.execute("PRAGMA user_version = 7")
     database.close()
-    with pytest.raises(StorageError, match="has version 7, this Lighthouse knows 2"):
+    with pytest.raises(StorageError, match="has version 7, this Lighthouse knows 3"):
         SqliteStorage(path)
+
+
+def test_a_store_without_those_who_are_gone_is_taken_over(tmp_path: Path) -> None:
+    path = tmp_path / "q.sqlite"
+    database = sqlite3.connect(path)
+    database.executescript(
+        "CREATE TABLE job (job_id TEXT PRIMARY KEY, epoch INTEGER NOT NULL, quorum BLOB, ended INTEGER NOT NULL);"
+        "PRAGMA user_version = 2"
+    )
+    row = ("job", 1_796_000_000, wire.quorum_out(QUORUM).SerializeToString(), 0)
+    database.execute("INSERT INTO job VALUES (?, ?, ?, ?)", row)
+    database.commit()
+    database.close()
+    for _ in range(2):
+        store = SqliteStorage(path)
+        assert store.load("job") == Record(1_796_000_000, QUORUM)
+        store.close()
+    store = SqliteStorage(path)
+    assert store.store("job", 1_796_000_000, Record(5, QUORUM, gone=((Process("b", "2"), "its exit"),)))
+    assert store.load("job") == Record(5, QUORUM, gone=((Process("b", "2"), "its exit"),))
+    store.close()
 
 
 def test_a_file_that_is_no_store_is_refused(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ class Disk:
 class Lighthouse:
     """One life of a Lighthouse."""
 
-    def __init__(self, simulation: Simulation, number: int, disk: Disk, clock_seconds: int) -> None:
+    def __init__(self, simulation: Simulation, number: int, disk: Disk, clock_seconds: float) -> None:
         self.simulation = simulation
         self.world = simulation.world
         self.disk = disk

@@ -17,8 +17,6 @@ from torchft_plus.testing.world import Settings, World
 CALM_STEPS = 3
 """So many steps must be committed by all together after the last fault."""
 RESTART_CHECK_MS = 50
-START_MS = 20
-"""Time that stands for a second of the clock that epochs count: a real Lighthouse does not start twice in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ class Simulation:
     def start_lighthouse(self) -> None:
         """Start a Lighthouse at the known address; an older one may still run."""
         self._lighthouses += 1
-        clock_seconds = 1_000 + self.world.now_ms // START_MS
+        clock_seconds = 1_000 + self.world.now_ms / 1_000
         self.lighthouse = Lighthouse(self, self._lighthouses, self.lighthouse_disk, clock_seconds)
         self.lighthouse.start()
 
