@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from torchft_plus.process_group.wrappers import ProcessGroupGloo as ProcessGroupGloo
     from torchft_plus.process_group.wrappers import ProcessGroupNCCL as ProcessGroupNCCL
     from torchft_plus.reduce.ddp import DistributedDataParallel as DistributedDataParallel
+    from torchft_plus.semi_sync.diloco import DiLoCo as DiLoCo
+    from torchft_plus.semi_sync.local_sgd import LocalSGD as LocalSGD
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DiLoCo": "torchft_plus.semi_sync.diloco",
     "DistributedDataParallel": "torchft_plus.reduce.ddp",
+    "LocalSGD": "torchft_plus.semi_sync.local_sgd",
     "ManagedProcessGroup": "torchft_plus.process_group.managed",
     "Manager": "torchft_plus.manager.manager",
     "Optimizer": "torchft_plus.manager.optim",

@@ -30,8 +30,8 @@ class Timeout(AssertionError):
 class Cluster:
     """Starts and owns processes; everything is gone after ``close``.
 
-    With a ``network`` each replica group runs on its host of that name, and the Lighthouse on "lighthouse"; without one
-    all are on loopback. ``trainer``: settings of trainer.py.
+    ``script`` is what each rank runs. With a ``network`` each replica group runs on its host of that name, and the
+    Lighthouse on "lighthouse"; without one all are on loopback. ``trainer``: settings of the script.
     """
 
     def __init__(
@@ -41,6 +41,7 @@ class Cluster:
         min_replicas: int = 1,
         expected: int | None = None,
         network: Network | None = None,
+        script: Path = TRAINER,
         **trainer: object,
     ) -> None:
         self.folder = folder
@@ -53,6 +54,7 @@ class Cluster:
         self.started_at: dict[str, float] = {}
         self.lighthouse: subprocess.Popen[bytes] | None = None
         self.network = network
+        self.script = script
         self.port = free_port()
         self._min_replicas, self._expected = min_replicas, expected
 
@@ -105,7 +107,7 @@ class Cluster:
                 **self.trainer, **trainer_settings(trainer),
             )  # fmt: skip
             with (self.folder / f"{replica}.{rank}.log").open("ab") as log:
-                command = [*self._enter(replica), sys.executable, str(TRAINER)]
+                command = [*self._enter(replica), sys.executable, str(self.script)]
                 self.processes[replica].append(
                     subprocess.Popen(command, env=environment, stdout=log, stderr=log)
                 )
@@ -148,12 +150,13 @@ class Cluster:
     # --- events --------------------------------------------------------------------------------------------------
 
     def events(self, replica: str, kind: str | None = None, rank: int = 0) -> list[Event]:
-        return self._read_events(f"{replica}.{rank}.jsonl", kind)
+        return self.read(f"{replica}.{rank}.jsonl", kind)
 
     def lighthouse_events(self, kind: str) -> list[Event]:
-        return self._read_events("lighthouse.jsonl", kind)
+        return self.read("lighthouse.jsonl", kind)
 
-    def _read_events(self, name: str, kind: str | None) -> list[Event]:
+    def read(self, name: str, kind: str | None = None) -> list[Event]:
+        """Events in the file ``name`` of the event folder."""
         path = self.events_folder / name
         if not path.exists():
             return []

@@ -280,7 +280,12 @@ class LeaderAgent(Agent):
         digest = xxhash.xxh3_128("|".join(ready.initial_digest for ready in readies).encode()).hexdigest()
         head = self._head if self._head.step > 0 else Head(0, 0, digest)
         group = GroupInfo(
-            self.process, settings.job_id, self._address, settings.group_world_size, settings.min_replica_size
+            self.process,
+            settings.job_id,
+            self._address,
+            settings.group_world_size,
+            settings.min_replica_size,
+            windowed=any(ready.windowed for ready in readies),
         )
         self._core = StepCore(group, settings.timeouts, head, self._disk_head)
         self._client = LighthouseClient(
@@ -362,6 +367,8 @@ class LeaderAgent(Agent):
             return core.rank_configured(rank, frame.configured)
         if body == "boundary":
             return core.rank_boundary(rank, frame.boundary)
+        if body == "poll":
+            return core.rank_poll(rank, frame.poll)
         if body == "fetch_failed":
             return core.rank_fetch_failed(rank, frame.fetch_failed)
         return []

@@ -42,6 +42,15 @@ class Mailbox:
                 return self._words.popleft()
             return None
 
+    def take_first(self, body: str) -> pb.Word | None:
+        """The oldest word of this kind, before all others, or None."""
+        with self._condition:
+            for word in self._words:
+                if word.WhichOneof("body") == body:
+                    self._words.remove(word)
+                    return word
+            return None
+
     def mark(self) -> int:
         """A mark for ``wait``: read it before looking at what is waited for."""
         with self._condition:

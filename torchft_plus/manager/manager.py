@@ -130,6 +130,7 @@ class Manager:
         self._overflows = 0
         self._obstacles: tuple[str, ...] = ()
         self._shut = False
+        self._windowed = False
         self._digested: Head | None = None
         name = f"{settings.replica_id}.{settings.group_rank}"
         self._events = EventLog.from_environment(name, name)
@@ -207,6 +208,43 @@ class Manager:
                 "a second backward in one step would add local gradients to averaged ones: "
                 "run all but the last backward of a step within no_sync()"
             )
+
+    # --- windows of inner steps (DiLoCo, LocalSGD) -----------------------------------------------------------------
+
+    def use_windows(self) -> None:
+        """A step is a window of many inner steps. Before the first one.
+
+        A change of membership then happens at once, and not only at the end of the window; a group that is behind waits
+        for its state between two syncs, and takes part in one only if the others have come there.
+        """
+        if self._started:
+            raise ManagerError("use_windows() after the first step: decide before training starts")
+        self._windowed = True
+
+    def inner_step_done(self) -> None:
+        """This process moves: nobody takes it for one that stands still. A joiner may read the state of the last sync."""
+        self._touch("compute")
+        if not self._loop.behind:
+            self._server.publish(self._loop.head)
+
+    def window_is_due(self, inner_steps: int, ready: bool = False) -> bool:
+        """After ``inner_steps`` of this window: does it end here, because another group waits or a rank is ``ready``?
+
+        Collective over the ranks of this group; costs a round trip inside it, and asks nobody else.
+        """
+        return self._loop.poll(inner_steps, ready)
+
+    def launch_step(self, weight: float) -> None:
+        """The window's inputs are complete: begin to reduce them. ``finish_step`` waits for the result.
+
+        Args:
+            weight: contribution of this group; 0 contributes nothing.
+        """
+        if not self._in_step:
+            raise ManagerError("launch_step() without start_step()")
+        self._loop.launch(weight)
+
+    # --- contribution ----------------------------------------------------------------------------------------------
 
     def set_weight(self, weight: float) -> None:
         """Contribution weight of this group from the next step on (default 1): averages are weighted by it."""
@@ -426,6 +464,7 @@ class Manager:
             initial_digest=self.state.digest(),
             layout_digest=self._layout_digest(),
             state_address=self._server.address,
+            windowed=self._windowed,
         )
         self._agent.report(pb.RankFrame(ready=ready))
         self._loop.wait_first_quorum()
@@ -449,7 +488,7 @@ class Manager:
 
     def _catch_up(self) -> bool:
         """At a boundary while behind. True if this group became level."""
-        if not self._loop.boundary(wait_for_state=bool(self._obstacles)):
+        if not self._loop.boundary(bool(self._obstacles), patient=self._windowed):
             return False
         report = self._fetcher.report
         if report is None or not self._take_values() or not self.catch_up.replay(report):

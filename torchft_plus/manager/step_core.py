@@ -39,6 +39,8 @@ class GroupInfo:
     """Peer service of the leader, host:port."""
     group_world_size: int
     min_replica_size: int = 1
+    windowed: bool = False
+    """A step is a window of many inner steps: what may happen at a boundary happens at once while nothing is posted."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,8 @@ class StepCore:
         self._asked = False
         self._fetch_head: Head | None = None
         self._fetch_failed = False
-        self._boundary: dict[int, bool] = {}
+        self._boundary: dict[int, pb.RankBoundary] = {}
+        self._polls: dict[int, pb.RankPoll] = {}
         self._joins = 0
         self._pins: list[Head] = []
         self._effects: list[Effect] = []
@@ -187,7 +190,7 @@ class StepCore:
             return self._take()
         self._effects.append(Emit("revoked", {"quorum_id": quorum_id, "now": now, "reason": reason}))
         idle = self.adopted is None or len(self.adopted.members) < self.group.min_replica_size
-        if now or idle or self.adopted is None or self.adopted.id != quorum_id:
+        if now or idle or self._between_syncs() or self.adopted is None or self.adopted.id != quorum_id:
             self._fence(quorum_id, f"revoked: {reason}")
         else:
             self._change_wanted = True
@@ -244,6 +247,7 @@ class StepCore:
             return self._take()
         if body == "block":
             self._round(frame.block.step, frame.block.round).blocks.setdefault(rank, frame.block)
+            self._answer_boundary()
         elif body == "vote":
             self._round(frame.vote.step, frame.vote.round).yes.add(rank)
         elif body == "fenced":
@@ -297,19 +301,19 @@ class StepCore:
 
     def rank_boundary(self, rank: int, report: pb.RankBoundary) -> list[Effect]:
         """A rank of a group that is behind stands before its next step; all go on together."""
-        if (report.epoch, report.step) != (self._joins, self.head.step):
-            return self._take()
-        self._boundary[rank] = report.fetched
-        if len(self._boundary) == self.group.group_world_size:
-            replay = not self.level and all(self._boundary.values()) and not self._fetch_failed
-            self._boundary = {}
-            if replay:
-                self.level = True
-                self._fetch_head = None
-                self._ask_again()
-                self._effects.append(Emit("level", {"step": self.head.step}))
-                self._note(f"level at step {self.head.step}")
-            self._effects.append(Tell(pb.Word(boundary=pb.WordBoundary(replay=replay))))
+        if (report.epoch, report.step) == (self._joins, self.head.step):
+            self._boundary[rank] = report
+            self._answer_boundary()
+        return self._take()
+
+    def rank_poll(self, rank: int, report: pb.RankPoll) -> list[Effect]:
+        """A rank asks between two inner steps whether the window ends here; all ranks get one answer."""
+        self._polls[rank] = report
+        polls = [poll for poll in self._polls.values() if poll.count == report.count]
+        if len(polls) == self.group.group_world_size:
+            due = any(poll.ready for poll in polls) or self._awaited_by_peers()
+            self._polls = {}
+            self._effects.append(Tell(pb.Word(poll=pb.WordPoll(count=report.count, due=due))))
         return self._take()
 
     def rank_fetch_failed(self, rank: int, report: pb.RankFetchFailed) -> list[Effect]:
@@ -381,6 +385,33 @@ class StepCore:
             self._join(base)
         self.voted, self._held = None, None
         return True
+
+    def _between_syncs(self) -> bool:
+        """In a window, and nothing of this group is posted: a change of membership costs nothing now (F36)."""
+        return self.group.windowed and not self._attempt.posted
+
+    def _awaited_by_peers(self) -> bool:
+        """True if another group has posted its part of the step after the head."""
+        blocks = self._round(self._attempt.step, self._attempt.round).blocks
+        return any(rank != self.replica_rank for rank in blocks)
+
+    def _answer_boundary(self) -> None:
+        """Send the ranks of a group that is behind on, all together: to replay, or into a step without the state."""
+        reports = self._boundary.values()
+        if len(reports) < self.group.group_world_size:
+            return
+        replay = not self.level and all(report.fetched for report in reports) and not self._fetch_failed
+        patient = any(report.patient for report in reports)
+        if patient and not replay and not self._fetch_failed and not self._awaited_by_peers():
+            return
+        self._boundary = {}
+        if replay:
+            self.level = True
+            self._fetch_head = None
+            self._ask_again()
+            self._effects.append(Emit("level", {"step": self.head.step}))
+            self._note(f"level at step {self.head.step}")
+        self._effects.append(Tell(pb.Word(boundary=pb.WordBoundary(replay=replay))))
 
     def _leave_finished(self, quorum: Quorum) -> None:
         """In a quorum although this group takes no more steps: the ask that says so came too late, so ask again.

@@ -113,46 +113,75 @@ class StepLoop:
             elif self._handle(word) is not None:
                 self._drop_inputs()
 
-    def boundary(self, wait_for_state: bool) -> bool:
+    def boundary(self, wait_for_state: bool, patient: bool = False) -> bool:
         """While behind: stand before the next step together with the group's other ranks.
 
         Args:
             wait_for_state: stay until the state has arrived, and let the others wait: for states that recorded
                 steps cannot bring up to date.
+            patient: stay until the state has arrived or the others have posted their part of the step.
 
         Returns:
             True if every rank holds the fetched state, and the queue is to be replayed now.
         """
-        reported = False
+        reported: bool | None = None
         while True:
             mark = self._mailbox.mark()
             word = self._mailbox.take()
             if word is None:
                 # After a failed fetch the step is taken without state; the next quorum begins the fetch anew.
                 fetch_ended = self._fetcher.report is not None or self._fetcher.failed
-                if not reported and (fetch_ended or not wait_for_state):
-                    reported = True
-                    self._report_boundary()
+                due = reported is None or (patient and fetch_ended and not reported)
+                if due and (fetch_ended or not wait_for_state):
+                    reported = fetch_ended
+                    self._report_boundary(patient)
                 else:
                     self._wait(mark)
             elif word.WhichOneof("body") == "boundary":
                 self.behind = not word.boundary.replay
                 return word.boundary.replay
             elif self._handle(word) is not None:
-                reported = False
+                reported = None
 
     def begin(self, weight: float) -> None:
         """A step starts. If the lane is there, data is posted while it is computed."""
-        self._weight = 0.0 if self.behind else weight
         self._posted, self._objection = None, None
-        while (word := self._mailbox.take_if("configure")) is not None:
-            self._handle(word)
         if not self.behind:
             self._server.publish(self.head)
+        self._begin_reductions(weight)
+
+    def _begin_reductions(self, weight: float) -> Lane | None:
+        self._weight = 0.0 if self.behind else weight
+        while (word := self._mailbox.take_if("configure")) is not None:
+            self._handle(word)
         lane = self._usable_lane() if self._round == 0 else None
         self._begun_on = None if lane is None else lane.spec.quorum_id
         for reduction in self.reductions:
             reduction.begin(lane, self._weight)
+        return lane
+
+    def launch(self, weight: float) -> None:
+        """The inputs of a window are complete, and its weight is known: post now what ``finish`` would, if there is a lane."""
+        lane = self._begin_reductions(0.0 if self._objection is not None else weight)
+        if lane is not None:
+            for reduction in self.reductions:
+                reduction.post(lane)
+
+    def poll(self, count: int, ready: bool) -> bool:
+        """Between two inner steps: does the window end here? The same answer on every rank of this group.
+
+        Args:
+            count: inner steps of this window.
+            ready: this rank wants it to end.
+        """
+        self._agent.report(pb.RankFrame(poll=pb.RankPoll(count=count, ready=ready)))
+        while True:
+            mark = self._mailbox.mark()
+            word = self._mailbox.take_first("poll")
+            if word is None:
+                self._wait(mark)
+            elif word.poll.count == count:
+                return word.poll.due
 
     # --- finish --------------------------------------------------------------------------------------------------
 
@@ -324,9 +353,12 @@ class StepLoop:
         told = lane is not None and self.quorum is not None and lane.spec.quorum_id == self.quorum.quorum_id
         return lane if told else None
 
-    def _report_boundary(self) -> None:
+    def _report_boundary(self, patient: bool) -> None:
         boundary = pb.RankBoundary(
-            fetched=self._fetcher.report is not None, epoch=self._join_epoch, step=self.head.step
+            fetched=self._fetcher.report is not None,
+            epoch=self._join_epoch,
+            step=self.head.step,
+            patient=patient,
         )
         self._agent.report(pb.RankFrame(boundary=boundary))
 

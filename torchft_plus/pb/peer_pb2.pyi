@@ -111,7 +111,7 @@ class Attempt(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., step: _Optional[int] = ..., round: _Optional[int] = ...) -> None: ...
 
 class RankFrame(_message.Message):
-    __slots__ = ("hello", "ready", "posted", "done", "configured", "boundary", "fetch_failed", "leave_wanted", "beat", "bye")
+    __slots__ = ("hello", "ready", "posted", "done", "configured", "boundary", "fetch_failed", "leave_wanted", "beat", "bye", "poll")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     POSTED_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class RankFrame(_message.Message):
     LEAVE_WANTED_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     BYE_FIELD_NUMBER: _ClassVar[int]
+    POLL_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     ready: RankReady
     posted: RankPosted
@@ -132,7 +133,8 @@ class RankFrame(_message.Message):
     leave_wanted: RankLeaveWanted
     beat: RankBeat
     bye: RankBye
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., ready: _Optional[_Union[RankReady, _Mapping]] = ..., posted: _Optional[_Union[RankPosted, _Mapping]] = ..., done: _Optional[_Union[RankDone, _Mapping]] = ..., configured: _Optional[_Union[RankConfigured, _Mapping]] = ..., boundary: _Optional[_Union[RankBoundary, _Mapping]] = ..., fetch_failed: _Optional[_Union[RankFetchFailed, _Mapping]] = ..., leave_wanted: _Optional[_Union[RankLeaveWanted, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., bye: _Optional[_Union[RankBye, _Mapping]] = ...) -> None: ...
+    poll: RankPoll
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., ready: _Optional[_Union[RankReady, _Mapping]] = ..., posted: _Optional[_Union[RankPosted, _Mapping]] = ..., done: _Optional[_Union[RankDone, _Mapping]] = ..., configured: _Optional[_Union[RankConfigured, _Mapping]] = ..., boundary: _Optional[_Union[RankBoundary, _Mapping]] = ..., fetch_failed: _Optional[_Union[RankFetchFailed, _Mapping]] = ..., leave_wanted: _Optional[_Union[RankLeaveWanted, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., bye: _Optional[_Union[RankBye, _Mapping]] = ..., poll: _Optional[_Union[RankPoll, _Mapping]] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("job_id", "replica_id", "group_rank", "group_world_size")
@@ -147,14 +149,16 @@ class RankHello(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., replica_id: _Optional[str] = ..., group_rank: _Optional[int] = ..., group_world_size: _Optional[int] = ...) -> None: ...
 
 class RankReady(_message.Message):
-    __slots__ = ("initial_digest", "layout_digest", "state_address")
+    __slots__ = ("initial_digest", "layout_digest", "state_address", "windowed")
     INITIAL_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
     STATE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWED_FIELD_NUMBER: _ClassVar[int]
     initial_digest: str
     layout_digest: str
     state_address: str
-    def __init__(self, initial_digest: _Optional[str] = ..., layout_digest: _Optional[str] = ..., state_address: _Optional[str] = ...) -> None: ...
+    windowed: bool
+    def __init__(self, initial_digest: _Optional[str] = ..., layout_digest: _Optional[str] = ..., state_address: _Optional[str] = ..., windowed: _Optional[bool] = ...) -> None: ...
 
 class RankPosted(_message.Message):
     __slots__ = ("attempt", "stale", "finite", "weight", "scalars", "positions", "objects")
@@ -209,14 +213,24 @@ class RankConfigured(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., failure: _Optional[str] = ..., peer_rank: _Optional[int] = ...) -> None: ...
 
 class RankBoundary(_message.Message):
-    __slots__ = ("fetched", "epoch", "step")
+    __slots__ = ("fetched", "epoch", "step", "patient")
     FETCHED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    PATIENT_FIELD_NUMBER: _ClassVar[int]
     fetched: bool
     epoch: int
     step: int
-    def __init__(self, fetched: _Optional[bool] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    patient: bool
+    def __init__(self, fetched: _Optional[bool] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., patient: _Optional[bool] = ...) -> None: ...
+
+class RankPoll(_message.Message):
+    __slots__ = ("count", "ready")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    ready: bool
+    def __init__(self, count: _Optional[int] = ..., ready: _Optional[bool] = ...) -> None: ...
 
 class RankFetchFailed(_message.Message):
     __slots__ = ("reason",)
@@ -237,7 +251,7 @@ class RankBye(_message.Message):
     def __init__(self) -> None: ...
 
 class Word(_message.Message):
-    __slots__ = ("configure", "abort", "again", "commit", "join", "boundary", "pin", "left", "fatal", "beat", "donors")
+    __slots__ = ("configure", "abort", "again", "commit", "join", "boundary", "pin", "left", "fatal", "beat", "donors", "poll")
     CONFIGURE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
@@ -249,6 +263,7 @@ class Word(_message.Message):
     FATAL_FIELD_NUMBER: _ClassVar[int]
     BEAT_FIELD_NUMBER: _ClassVar[int]
     DONORS_FIELD_NUMBER: _ClassVar[int]
+    POLL_FIELD_NUMBER: _ClassVar[int]
     configure: WordConfigure
     abort: WordAbort
     again: WordAgain
@@ -260,7 +275,8 @@ class Word(_message.Message):
     fatal: WordFatal
     beat: RankBeat
     donors: WordDonors
-    def __init__(self, configure: _Optional[_Union[WordConfigure, _Mapping]] = ..., abort: _Optional[_Union[WordAbort, _Mapping]] = ..., again: _Optional[_Union[WordAgain, _Mapping]] = ..., commit: _Optional[_Union[WordCommit, _Mapping]] = ..., join: _Optional[_Union[WordJoin, _Mapping]] = ..., boundary: _Optional[_Union[WordBoundary, _Mapping]] = ..., pin: _Optional[_Union[WordPin, _Mapping]] = ..., left: _Optional[_Union[WordLeft, _Mapping]] = ..., fatal: _Optional[_Union[WordFatal, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., donors: _Optional[_Union[WordDonors, _Mapping]] = ...) -> None: ...
+    poll: WordPoll
+    def __init__(self, configure: _Optional[_Union[WordConfigure, _Mapping]] = ..., abort: _Optional[_Union[WordAbort, _Mapping]] = ..., again: _Optional[_Union[WordAgain, _Mapping]] = ..., commit: _Optional[_Union[WordCommit, _Mapping]] = ..., join: _Optional[_Union[WordJoin, _Mapping]] = ..., boundary: _Optional[_Union[WordBoundary, _Mapping]] = ..., pin: _Optional[_Union[WordPin, _Mapping]] = ..., left: _Optional[_Union[WordLeft, _Mapping]] = ..., fatal: _Optional[_Union[WordFatal, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., donors: _Optional[_Union[WordDonors, _Mapping]] = ..., poll: _Optional[_Union[WordPoll, _Mapping]] = ...) -> None: ...
 
 class WordConfigure(_message.Message):
     __slots__ = ("quorum_id", "replica_rank", "replica_world_size", "store_address", "members", "contributors", "base")
@@ -353,6 +369,14 @@ class WordBoundary(_message.Message):
     REPLAY_FIELD_NUMBER: _ClassVar[int]
     replay: bool
     def __init__(self, replay: _Optional[bool] = ...) -> None: ...
+
+class WordPoll(_message.Message):
+    __slots__ = ("count", "due")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    DUE_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    due: bool
+    def __init__(self, count: _Optional[int] = ..., due: _Optional[bool] = ...) -> None: ...
 
 class WordPin(_message.Message):
     __slots__ = ("head", "on", "readers")

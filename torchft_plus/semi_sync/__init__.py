@@ -1,0 +1,1 @@
+"""Training that synchronises every N inner steps: LocalSGD, DiLoCo and Streaming DiLoCo."""
