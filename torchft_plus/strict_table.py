@@ -97,7 +97,11 @@ def _accept(value: object, kind: Any) -> tuple[bool, Any]:
         table = cast(dict[str, object], value) if isinstance(value, dict) else {}
         return isinstance(value, dict) and all(isinstance(v, str) for v in table.values()), dict(table)
     if kind is float and type(value) is int:
-        return True, float(value)
+        try:
+            exact = float(value) == value
+        except OverflowError:
+            exact = False
+        return exact, float(value) if exact else value
     return type(value) is kind, value  # exact: true is not a whole number
 
 

@@ -1,8 +1,9 @@
 """A plain PyTorch loop with DiLoCo, for tests that kill it. One rank of one replica group.
 
-Environment: what Manager reads, and TRAINER_SYNCS, TRAINER_SYNC_EVERY, TRAINER_FRAGMENTS (1 or 2), TRAINER_DELAY, TRAINER_ALPHA_PERCENT,
-TRAINER_STEP_MS (of an inner step), TRAINER_TIMEOUT_MS, TRAINER_SYNC_MS (0: by steps), TRAINER_DIE_IN ("launch", "finish" or "apply") with
-TRAINER_DIE_AT (sync): SIGKILL itself there. Each inner step is an event "inner" {sync, inner_steps, total} in {replica}.{rank}.inner.jsonl.
+Environment: what Manager reads, and TRAINER_SYNCS, TRAINER_SYNC_EVERY, TRAINER_FRAGMENTS (1 or 2), TRAINER_DELAY,
+TRAINER_ALPHA_PERCENT, TRAINER_STEP_MS (of an inner step), TRAINER_TIMEOUT_MS, TRAINER_SYNC_MS (0: by steps), TRAINER_DIE_IN
+("launch", "finish" or "apply") with TRAINER_DIE_AT (sync): SIGKILL itself there. Each inner step is an event "inner"
+{sync, inner_steps, total} in {replica}.{rank}.inner.jsonl.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch.nn import Parameter
@@ -122,7 +122,8 @@ def _turn_to(
             f"parameter {missing[0]!r} and {len(missing) - 1} others of a fragment are not in its outer optimizer: "
             "make it from the parameters of that fragment"
         )
-    state: dict[Any, Any] = dict(optimizer.state)
+    state = dict(optimizer.state)
     optimizer.state.clear()
-    for parameter, value in state.items():
-        optimizer.state[copies.get(id(parameter), parameter)] = value
+    optimizer.state.update(
+        {copies.get(id(parameter), parameter): value for parameter, value in state.items()}
+    )
