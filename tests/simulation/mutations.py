@@ -21,6 +21,8 @@ from lighthouse.messages import Head, Position, Quorum
 from torchft_plus.manager import control_words, step_core
 from torchft_plus.manager.control_words import Summary
 from torchft_plus.manager.step_core import StepCore
+from torchft_plus.pb import peer_pb2 as pb
+from torchft_plus.semi_sync.schedule import Schedule
 from torchft_plus.testing.lighthouse_host import Disk, Lighthouse
 from torchft_plus.testing.rank import Outcome, Rank
 
@@ -377,3 +379,35 @@ def older_session_displaces_newer(m: pytest.MonkeyPatch) -> None:
         return original(self, current, new)
 
     m.setattr(Roster, "_meet_other_incarnation", meet)
+
+
+@mutation("F36: which fragment is next is a function of the head", "windows")
+def fragment_by_a_local_counter(m: pytest.MonkeyPatch) -> None:
+    turns: dict[int, int] = {}
+
+    def fragment(self: Schedule, committed_syncs: int) -> int:
+        turns[id(self)] = turns.get(id(self), -1) + 1
+        return turns[id(self)] % self.fragments
+
+    m.setattr(Schedule, "fragment", fragment)
+
+
+@mutation("A patient rank's second report may cross the answer to the first", "windows")
+def boundary_answered_twice(m: pytest.MonkeyPatch) -> None:
+    original = StepCore.rank_boundary
+
+    def rank_boundary(self: StepCore, rank: int, report: pb.RankBoundary):
+        self._visits = 0
+        return original(self, rank, report)
+
+    m.setattr(StepCore, "rank_boundary", rank_boundary)
+
+
+@mutation("A window ends on all ranks of a group after the same inner step", "windows")
+def each_rank_ends_its_window_by_itself(m: pytest.MonkeyPatch) -> None:
+    def is_due(self: Rank, inner_steps: int):
+        yield 0
+        core = self.group.core
+        return core is not None and core._awaited_by_peers()
+
+    m.setattr(Rank, "_is_due", is_due)

@@ -12,7 +12,9 @@ SEEDS = 500
 QUICK = {
     "acts_after_its_ask": 12,
     "commit_without_vote": 12,
+    "each_rank_ends_its_window_by_itself": 12,
     "evidence_from_the_last_base": 60,
+    "fragment_by_a_local_counter": 12,
     "heads_by_step": 12,
     "highest_step_seen": 12,
     "joiners_are_counted": 12,

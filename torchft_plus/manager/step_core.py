@@ -105,6 +105,8 @@ class StepCore:
         self._fetch_head: Head | None = None
         self._fetch_failed = False
         self._boundary: dict[int, pb.RankBoundary] = {}
+        self._visits = 0
+        """So many boundaries have been answered."""
         self._polls: dict[int, pb.RankPoll] = {}
         self._joins = 0
         self._pins: list[Head] = []
@@ -301,7 +303,8 @@ class StepCore:
 
     def rank_boundary(self, rank: int, report: pb.RankBoundary) -> list[Effect]:
         """A rank of a group that is behind stands before its next step; all go on together."""
-        if (report.epoch, report.step) == (self._joins, self.head.step):
+        here = (report.epoch, report.step) == (self._joins, self.head.step)
+        if here and report.visit > self._visits:
             self._boundary[rank] = report
             self._answer_boundary()
         return self._take()
@@ -404,6 +407,7 @@ class StepCore:
         patient = any(report.patient for report in reports)
         if patient and not replay and not self._fetch_failed and not self._awaited_by_peers():
             return
+        self._visits = max(report.visit for report in reports)
         self._boundary = {}
         if replay:
             self.level = True

@@ -93,6 +93,7 @@ class StepLoop:
         """The adopted quorum, as far as this thread has been told."""
         self.reductions: list[Reduction] = []
         self._join_epoch = 0
+        self._visits = 0
         self._round = 0
         self._posted: tuple[int, int] | None = None
         self._begun_on: int | None = None
@@ -124,6 +125,7 @@ class StepLoop:
         Returns:
             True if every rank holds the fetched state, and the queue is to be replayed now.
         """
+        self._visits += 1
         reported: bool | None = None
         while True:
             mark = self._mailbox.mark()
@@ -359,6 +361,7 @@ class StepLoop:
             epoch=self._join_epoch,
             step=self.head.step,
             patient=patient,
+            visit=self._visits,
         )
         self._agent.report(pb.RankFrame(boundary=boundary))
 

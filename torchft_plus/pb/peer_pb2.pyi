@@ -213,16 +213,18 @@ class RankConfigured(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., failure: _Optional[str] = ..., peer_rank: _Optional[int] = ...) -> None: ...
 
 class RankBoundary(_message.Message):
-    __slots__ = ("fetched", "epoch", "step", "patient")
+    __slots__ = ("fetched", "epoch", "step", "patient", "visit")
     FETCHED_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PATIENT_FIELD_NUMBER: _ClassVar[int]
+    VISIT_FIELD_NUMBER: _ClassVar[int]
     fetched: bool
     epoch: int
     step: int
     patient: bool
-    def __init__(self, fetched: _Optional[bool] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., patient: _Optional[bool] = ...) -> None: ...
+    visit: int
+    def __init__(self, fetched: _Optional[bool] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., patient: _Optional[bool] = ..., visit: _Optional[int] = ...) -> None: ...
 
 class RankPoll(_message.Message):
     __slots__ = ("count", "ready")

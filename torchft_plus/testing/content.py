@@ -17,6 +17,8 @@ class Gradient:
     """Content of the state that it was computed at."""
     rank: int = 0
     """Group rank: each holds its shard."""
+    fragment: int = 0
+    """Which part of the model it is of (DiLoCo)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ def initial_content(name: str) -> str:
 
 def next_content(content: str, gradients: Iterable[Gradient]) -> str:
     """Content after a step with these contributions."""
-    parts = [f"{g.replica_id}:{g.batch}:{g.computed_at}" for g in sorted(gradients)]
+    parts = [f"{g.replica_id}:{g.batch}:{g.computed_at}:{g.fragment}" for g in sorted(gradients)]
     return _hash(content, *parts)
 
 

@@ -29,6 +29,7 @@ PROFILES: dict[str, dict[str, int]] = {
     "joiners": {"crash": 8, "power_loss": 2, "break": 2},
     "names": {"duplicate": 5, "crash": 5, "power_loss": 3, "lighthouse_pause": 6, "break": 1},
     "outage": {"deaf": 6, "crash": 6, "hibernate": 3, "partition": 1},
+    "windows": {"crash": 6, "power_loss": 2, "break": 2, "isolate": 2, "pause": 2, "leave": 1},
     "all": {
         "crash": 6,
         "power_loss": 2,

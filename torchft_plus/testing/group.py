@@ -193,6 +193,8 @@ class Group:
             self._event(lambda core: core.rank_done(rank, frame.done, now))
         elif body == "configured":
             self._event(lambda core: core.rank_configured(rank, frame.configured))
+        elif body == "poll":
+            self._event(lambda core: core.rank_poll(rank, frame.poll))
         elif body == "boundary":
             self._event(lambda core: core.rank_boundary(rank, frame.boundary))
         elif body == "fetch_failed":
@@ -202,7 +204,14 @@ class Group:
         settings = self.world.settings
         digest = self._readies[0].initial_digest
         head = self._head if self._head.step > 0 else Head(0, 0, digest)
-        group = GroupInfo(self.process, "job", self.address, self.ranks_count, settings.min_replica_size)
+        group = GroupInfo(
+            self.process,
+            "job",
+            self.address,
+            self.ranks_count,
+            settings.min_replica_size,
+            windowed=settings.window > 0,
+        )
         self.core = StepCore(group, settings.timeouts, head, self._disk_head)
         self.client.start()
         self._event(lambda core: core.start())

@@ -284,11 +284,11 @@ class Oracle:
             )
         if rank.behind or rank.content is None:
             return
-        contents = {g.computed_at for g in outcome.result}
+        contents = {(g.computed_at, g.fragment) for g in outcome.result}
         if len(contents) > 1:
             self.fail(
                 "P1",
-                f"{rank.name}: step {outcome.head} averages gradients of different states {outcome.result}",
+                f"{rank.name}: step {outcome.head} averages gradients of different states or parts {outcome.result}",
             )
         self.stands(rank)
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from lighthouse.messages import Head, Progress
 from torchft_plus.manager.control_words import to_head
 from torchft_plus.pb import peer_pb2 as pb
+from torchft_plus.semi_sync.schedule import Schedule
 from torchft_plus.testing.collective import Operation, Seat
 from torchft_plus.testing.content import Gradient, State, next_content, positions_of
 from torchft_plus.testing.donors import Fetch, Server
@@ -70,11 +71,16 @@ class Rank:
         self._positions_since_join: dict[str, int] = {}
         self._recorded: list[tuple[Gradient, ...]] = []
         self._join_epoch = 0
+        self._visits = 0
         self._round = 0
         self._posted: tuple[int, int] | None = None
         self._operation: Operation | None = None
         self._reported = False
         self._weight = 1.0
+        settings = self.world.settings
+        self._schedule = Schedule(settings.fragments * max(1, settings.window), settings.fragments)
+        self._joined = False
+        """It became level between two syncs of the others: the window ends when they come to theirs."""
         self._gradient: Gradient | None = None
         self._objection = False
         self._updating = False
@@ -227,6 +233,7 @@ class Rank:
                 return
             if self.behind and (yield from self._boundary()):
                 self._replay()
+                self._joined = True
             self._begin()
             self._touch("compute")
             yield from self._compute()
@@ -244,9 +251,12 @@ class Rank:
                 self._gradient = None
 
     def _boundary(self) -> Generator[object, None, bool]:
-        self._report_boundary()
+        self._visits += 1
+        reported = self._report_boundary()
         while True:
             if not self._mailbox:
+                if self.world.settings.window and self._fetched is not None and not reported:
+                    reported = self._report_boundary()
                 yield from self._wait()
                 continue
             word = self._mailbox.popleft()
@@ -254,13 +264,19 @@ class Rank:
                 self.behind = not word.boundary.replay
                 return word.boundary.replay
             if self._handle(word) is not None:
-                self._report_boundary()
+                reported = self._report_boundary()
 
-    def _report_boundary(self) -> None:
+    def _report_boundary(self) -> bool:
+        """Says whether the state was there."""
         boundary = pb.RankBoundary(
-            fetched=self._fetched is not None, epoch=self._join_epoch, step=self.head.step
+            fetched=self._fetched is not None,
+            epoch=self._join_epoch,
+            step=self.head.step,
+            patient=self.world.settings.window > 0,
+            visit=self._visits,
         )
         self._report(pb.RankFrame(boundary=boundary))
+        return boundary.fetched
 
     def _replay(self) -> None:
         state = self._fetched
@@ -292,11 +308,39 @@ class Rank:
             yield "forward"
         stall_ms, self.stall_ms = self.stall_ms, 0
         yield self.world.between(self.world.settings.compute_ms) + stall_ms
+        if self.world.settings.window and not (yield from self._rest_of_window()):
+            self._weight = 0.0
         replica_id = self.group.process.replica_id
         batch = self.positions.get(replica_id, 0)
-        self._gradient = Gradient(replica_id, batch, self.content or "torn", self.index)
+        self._gradient = Gradient(replica_id, batch, self.content or "torn", self.index, self._fragment())
         self._objection, self.objects = self.objects, False
         self.group.oracle.computed(self, self._gradient)
+
+    def _fragment(self) -> int:
+        """Whose turn it is: a function of the head (F36)."""
+        return self._schedule.fragment(self.head.step)
+
+    def _rest_of_window(self) -> Generator[object, None, bool]:
+        """The other inner steps of a window (``OuterLoop``); False if it was not a whole one."""
+        joined, self._joined = self._joined, False
+        for inner in range(1, self._schedule.window):
+            self._touch("compute")
+            self.server.publish(self.head)
+            if joined and (yield from self._is_due(inner)):
+                return False
+            if self.group.ranks_count > 1:
+                yield "forward"
+            yield self.world.between(self.world.settings.compute_ms)
+        return True
+
+    def _is_due(self, inner_steps: int) -> Generator[object, None, bool]:
+        self._report(pb.RankFrame(poll=pb.RankPoll(count=inner_steps)))
+        while True:
+            for word in self._mailbox:
+                if word.WhichOneof("body") == "poll" and word.poll.count == inner_steps:
+                    self._mailbox.remove(word)
+                    return word.poll.due
+            yield from self._wait()
 
     # --- the training thread: StepLoop -------------------------------------------------------------------------------------
 

@@ -48,6 +48,8 @@ def settings_of(seed: int, profile: str | None = None, **changes: Any) -> Settin
         profile=pick(list(PROFILES)),
         faults=pick((2, 4, 8, 12)),
         chaos_ms=pick((3_000, 5_000, 8_000)),
+        window=pick((0, 0, 0, 2, 5, 20)),
+        fragments=pick((1, 2, 3)),
     )
     if profile is not None:
         changes["profile"] = profile
@@ -68,6 +70,10 @@ def _fit(settings: Settings) -> Settings:
         return replace(
             slow, groups=min(settings.groups, 3), aimed_chance=0.9, moments=("vote", "block", "commit")
         )
+    if settings.profile == "windows":
+        # Semi-synchronous runs; joiners whose state comes within a window as well as within a sync.
+        window = settings.window or 4
+        return replace(settings, window=window, compute_ms=(1, 2 * settings.compute_ms[1] // window + 2))
     if settings.profile == "outage":
         # The limit has to be reached within the run, and whoever is left has to found anew.
         timeouts = replace(settings.timeouts, outage_limit_ms=2_000)

@@ -39,6 +39,10 @@ class Settings:
     disk: str = "none"
     """Checkpoints: "none", "own" (each replica group reads its own only) or "shared"."""
     reports_exits: bool = True
+    window: int = 0
+    """Inner steps between two syncs (DiLoCo); 0: every step is a sync."""
+    fragments: int = 1
+    """Parts of the model, which take turns."""
     compute_ms: tuple[int, int] = (10, 120)
     apply_ms: tuple[int, int] = (0, 20)
     transfer_ms: tuple[int, int] = (5, 300)
