@@ -28,6 +28,7 @@ from torchft_plus.manager.step_loop import StepLoop
 from torchft_plus.manager.transport import join_address, split_address
 from torchft_plus.pb import peer_pb2 as pb
 from torchft_plus.process_group.wrappers import ProcessGroup
+from torchft_plus.reduce.codec import Int8Codec
 from torchft_plus.reduce.recorded import RecordedOperations, RecordedWork
 from torchft_plus.reduce.reduction import AttachedReduction
 from torchft_plus.state.catch_up import CatchUp
@@ -327,10 +328,15 @@ class Manager:
         should_quantize: bool = False,
         reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
     ) -> RecordedWork:
-        """Reduce ``tensor`` in place over the contributors of the quorum. Failures are left to the vote."""
-        if should_quantize:
-            raise ManagerError("should_quantize is not supported: reduce in the tensor's own dtype")
-        return self._recorded.start(tensor, reduce_op)
+        """Reduce ``tensor`` in place over the contributors of the quorum. Failures are left to the vote.
+
+        Args:
+            tensor: dense.
+            should_quantize: send int8 with a scale per 256 values, in both directions (torchft: fp8, which takes the
+                same bytes and errs more). For sums and averages of floating tensors.
+            reduce_op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
+        """
+        return self._recorded.start(tensor, reduce_op, Int8Codec() if should_quantize else None)
 
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """Finish the step; True if its results are to be applied.

@@ -19,11 +19,12 @@ import re
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashStore, Store
 from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp
 
 from torchft_plus.process_group.bind import bind_address
@@ -32,7 +33,8 @@ from torchft_plus.process_group.dispatch import as_process_group
 from torchft_plus.process_group.gloo_sockets import Endpoint, GroupSockets, find_sockets, parse_listener
 from torchft_plus.process_group.lane import Capabilities, Lane, LaneError, LaneSpec
 from torchft_plus.process_group.local import LocalLane
-from torchft_plus.process_group.operation import LaneOperation, check_arguments, ended
+from torchft_plus.process_group.operation import LaneOperation, check_arguments, check_exchange, ended
+from torchft_plus.process_group.posting_order import Place, PostingOrder
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +129,7 @@ class GlooLane:
         self._lock = threading.Lock()
         self._error: LaneError | None = None
         self._pending: set[LaneOperation] = set()
+        self._order = PostingOrder()
         self._retire_once = weakref.finalize(self, group.retire)
         self._retire_once.atexit = False
         if len(group.sockets):
@@ -152,17 +155,57 @@ class GlooLane:
             ValueError: such an ``op`` or ``tensor`` cannot be reduced (the caller's bug, not the lane's failure).
         """
         check_arguments(tensor, op, "gloo", "cpu")
+        options = AllreduceOptions()
+        options.reduceOp = op  # pyright: ignore[reportAttributeAccessIssue]  # torch's stub is wrong
+        return self._order.post(
+            lambda: self._start(lambda group: group.allreduce([tensor], options), (tensor,))
+        )
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> LaneOperation:
+        """Start an exchange of equal parts of CPU tensors.
+
+        Raises:
+            ValueError: the tensors cannot be exchanged.
+        """
+        check_exchange(output, input, 1, self._spec.world_size, "cpu")
+        options = AllToAllOptions()
+        return self._order.post(
+            lambda: self._start(
+                lambda group: group.alltoall_base(output, input, [], [], options), (output, input)
+            )
+        )
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, place: Place | None = None
+    ) -> LaneOperation:
+        """Start a gathering of CPU tensors.
+
+        Raises:
+            ValueError: the tensors cannot be gathered.
+        """
+        check_exchange(output, input, self._spec.world_size, self._spec.world_size, "cpu")
+        options = AllgatherOptions()
+
+        def start() -> LaneOperation:
+            return self._start(lambda group: group._allgather_base(output, input, options), (output, input))
+
+        return self._order.post(start) if place is None else place.take(start)
+
+    def reserve(self, last: bool) -> Place:
+        """A place for the ``all_gather`` that depends on what was started just now."""
+        return self._order.reserve(last)
+
+    def _start(self, call: Callable[[Any], Any], tensors: tuple[torch.Tensor, ...]) -> LaneOperation:
+        """Have gloo start what ``call`` makes of the group; only ``PostingOrder`` may call this."""
         with self._lock:
             error, group = self._error, self._group.group
-            operation = LaneOperation(tensor)
+            operation = LaneOperation(*tensors)
             if error is None and group is not None:
                 self._pending.add(operation)
         if error is not None or group is None:
             return ended(error or LaneError("the lane is retired"))
-        options = AllreduceOptions()
-        options.reduceOp = op  # pyright: ignore[reportAttributeAccessIssue]  # torch's stub is wrong
         try:
-            future = group.allreduce([tensor], options).get_future()
+            future = call(group).get_future()
         except RuntimeError as failure:
             self._end(operation, LaneError(f"gloo did not start the operation: {failure}"))
             return operation
@@ -201,6 +244,7 @@ class GlooLane:
                 self._error = error
             unreachable = list(self._pending) if not len(self._group.sockets) else []
         self._group.disconnect()
+        self._order.abandon()
         for operation in unreachable:
             # Without connections to shut down, gloo ends them at its own timeout and keeps their tensors.
             self._end(operation, error)

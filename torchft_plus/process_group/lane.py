@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed import ReduceOp, Store
+
+if TYPE_CHECKING:
+    from torchft_plus.process_group.posting_order import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,35 @@ class Lane(Protocol):
         """Start an in-place allreduce. Never blocks, never raises: failure is in the operation.
 
         The lane keeps ``tensor`` alive until the operation has ended.
+        """
+        ...
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> Operation:
+        """Start an exchange: part r of ``input`` goes to rank r, part r of ``output`` comes from it.
+
+        As ``allreduce`` in everything else.
+
+        Args:
+            output, input: flat, of one dtype and length, which is a multiple of the world size.
+        """
+        ...
+
+    def all_gather(self, output: torch.Tensor, input: torch.Tensor, place: Place | None = None) -> Operation:
+        """Start a gathering: ``input`` of rank r becomes part r of every ``output``.
+
+        As ``allreduce`` in everything else.
+
+        Args:
+            output, input: flat, of one dtype; ``output`` holds ``input`` as often as there are members.
+            place: where it is to be posted, if that was reserved.
+        """
+        ...
+
+    def reserve(self, last: bool) -> Place:
+        """A place for a second collective that depends on the first one, which was started just now.
+
+        A lane matches collectives by order: the place is the same on every member, whenever the second is ready. It comes
+        after a few first ones that follow, or, with ``last``, at once; whoever reserves must at some time reserve a last one.
         """
         ...
 

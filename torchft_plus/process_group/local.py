@@ -9,7 +9,8 @@ import torch
 from torch.distributed import ReduceOp
 
 from torchft_plus.process_group.lane import LaneError, LaneSpec
-from torchft_plus.process_group.operation import LaneOperation, check_arguments, ended
+from torchft_plus.process_group.operation import LaneOperation, check_arguments, check_exchange, ended
+from torchft_plus.process_group.posting_order import Place, PostingOrder
 
 
 class LocalLane:
@@ -25,6 +26,7 @@ class LocalLane:
         self._make_group = make_group
         self._group: Any = None
         self._error: LaneError | None = None
+        self._order = PostingOrder()
 
     @property
     def spec(self) -> LaneSpec:
@@ -39,6 +41,23 @@ class LocalLane:
         check_arguments(tensor, op, "local", tensor.device.type)
         return ended(self._error)
 
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> LaneOperation:
+        """Done at once: a copy."""
+        check_exchange(output, input, 1, 1, input.device.type)
+        output.copy_(input)
+        return ended(self._error)
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, place: Place | None = None
+    ) -> LaneOperation:
+        """Done at once: a copy."""
+        check_exchange(output, input, 1, 1, input.device.type)
+        output.copy_(input)
+        return ended(self._error) if place is None else place.take(lambda: ended(self._error))
+
+    def reserve(self, last: bool) -> Place:
+        return self._order.reserve(last)
+
     def process_group(self) -> Any:
         if self._group is None:
             self._group = self._make_group()
@@ -47,6 +66,7 @@ class LocalLane:
     def abort(self, reason: str) -> None:
         if self._error is None:
             self._error = LaneError(reason)
+            self._order.abandon()
 
     def retire(self) -> None:
         self.abort("the lane is retired")

@@ -19,14 +19,15 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions, HashStore, Store
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from torchft_plus.process_group.deadline import DeadlineExceeded, call_within, run_in_background
 from torchft_plus.process_group.dispatch import as_process_group
 from torchft_plus.process_group.lane import Capabilities, Lane, LaneError, LaneSpec
 from torchft_plus.process_group.local import LocalLane
-from torchft_plus.process_group.operation import LaneOperation, check_arguments, ended
+from torchft_plus.process_group.operation import LaneOperation, check_arguments, check_exchange, ended
+from torchft_plus.process_group.posting_order import Place, PostingOrder, Start
 
 logger = logging.getLogger(__name__)
 
@@ -45,11 +46,11 @@ _environment_lock = threading.Lock()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Running:
-    """An operation, the torch work behind it, the memory it uses, and when it must have ended."""
+    """An operation, the torch work behind it, the memory that it uses, and when it must have ended."""
 
     operation: LaneOperation
     work: Any
-    tensor: torch.Tensor
+    tensors: tuple[torch.Tensor, ...]
     deadline: float
 
 
@@ -70,6 +71,7 @@ class NcclLane:
         """No call may be inside the communicator when it is aborted."""
         self._wake = threading.Event()
         self._running: list[_Running] = []
+        self._order = PostingOrder()
         self._error: LaneError | None = None
         self._over = threading.Event()
         _live_lanes.add(self)
@@ -92,21 +94,69 @@ class NcclLane:
             ValueError: such an ``op`` or ``tensor`` cannot be reduced (the caller's bug, not the lane's failure).
         """
         check_arguments(tensor, op, "nccl", self._device_type)
-        operation = LaneOperation(tensor)
         options = AllreduceOptions()
         options.reduceOp = op  # pyright: ignore[reportAttributeAccessIssue]  # torch's stub is wrong
+        start = self._starter(lambda group: group.allreduce([tensor], options), (tensor,))
+        return self._order.post(start)
+
+    def all_to_all(self, output: torch.Tensor, input: torch.Tensor) -> LaneOperation:
+        """Enqueue an exchange of equal parts behind the current stream.
+
+        Raises:
+            ValueError: the tensors cannot be exchanged.
+        """
+        check_exchange(output, input, 1, self._spec.world_size, self._device_type)
+        options = AllToAllOptions()
+        start = self._starter(
+            lambda group: group.alltoall_base(output, input, [], [], options), (output, input)
+        )
+        return self._order.post(start)
+
+    def all_gather(
+        self, output: torch.Tensor, input: torch.Tensor, place: Place | None = None
+    ) -> LaneOperation:
+        """Enqueue a gathering behind the current stream.
+
+        Raises:
+            ValueError: the tensors cannot be gathered.
+        """
+        check_exchange(output, input, self._spec.world_size, self._spec.world_size, self._device_type)
+        options = AllgatherOptions()
+        start = self._starter(lambda group: group._allgather_base(output, input, options), (output, input))
+        return self._order.post(start) if place is None else place.take(start)
+
+    def reserve(self, last: bool) -> Place:
+        """A place for the ``all_gather`` that depends on what was started just now."""
+        return self._order.reserve(last)
+
+    def _starter(self, call: Callable[[Any], Any], tensors: tuple[torch.Tensor, ...]) -> Start:
+        """What enqueues ``call``, on whatever thread its turn comes: always behind the stream that is current now."""
+        if self._device_type != "cuda":
+            return lambda: self._start(call, tensors)
+        stream = torch.cuda.current_stream(tensors[0].device)
+
+        def start() -> LaneOperation:
+            with torch.cuda.stream(stream):
+                return self._start(call, tensors)
+
+        return start
+
+    def _start(self, call: Callable[[Any], Any], tensors: tuple[torch.Tensor, ...]) -> LaneOperation:
+        if self._error is not None:  # without waiting for an abort that hangs in the library
+            return ended(self._error)
+        operation = LaneOperation(*tensors)
         failure = ""
         with self._in_library:
             if self._error is not None:
                 return ended(self._error)
             try:
-                work = self._group.allreduce([tensor], options)
+                work = call(self._group)
             except RuntimeError as error:
                 failure = f"nccl did not start the operation: {error}"
             else:
                 deadline = time.monotonic() + self._spec.timeout_ms / 1000
                 with self._lock:
-                    self._running.append(_Running(operation, work, tensor, deadline))
+                    self._running.append(_Running(operation, work, tensors, deadline))
         if failure:
             self.abort(failure)
             return ended(self._error)
@@ -144,6 +194,7 @@ class NcclLane:
                 return
             self._error = error
         self._wake.set()
+        self._order.abandon()
         name = f"abort nccl lane {self._spec.quorum_id}"
         run_in_background(2 * self._abort_timeout_ms, lambda: self._abort_group(error, name), name)
 

@@ -42,12 +42,12 @@ REDUCIBLE_DTYPES = frozenset(
 class LaneOperation:
     """An ``Operation`` that the lane which started it ends with ``finish``. Any thread may call anything.
 
-    Holds the tensor it works on until it has ended.
+    Holds the tensors it works on until it has ended.
     """
 
-    def __init__(self, tensor: torch.Tensor | None = None) -> None:
+    def __init__(self, *tensors: torch.Tensor) -> None:
         self._lock = threading.Lock()
-        self._tensor = tensor
+        self._tensors = tensors
         self._ended = False
         self._error: LaneError | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -76,7 +76,7 @@ class LaneOperation:
                 return False
             self._error = error
             self._ended = True
-            self._tensor = None
+            self._tensors = ()
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             try:
@@ -114,4 +114,33 @@ def check_arguments(tensor: torch.Tensor, op: ReduceOp.RedOpType, backend: str, 
     if not tensor.is_contiguous():
         raise ValueError(
             f"the tensor of shape {tuple(tensor.shape)} is not contiguous: reduce a contiguous copy"
+        )
+
+
+def check_exchange(
+    larger: torch.Tensor, smaller: torch.Tensor, ratio: int, world_size: int, device_type: str
+) -> None:
+    """Refuse what would not travel in equal parts.
+
+    Args:
+        larger, smaller: output and input; the larger one holds ``ratio`` times the other.
+        world_size: members; each has an equal part of ``larger``.
+
+    Raises:
+        ValueError: the tensors are not flat, contiguous, of one dtype, on ``device_type`` and of fitting lengths.
+    """
+    for tensor in (larger, smaller):
+        if tensor.dim() != 1 or not tensor.is_contiguous() or tensor.device.type != device_type:
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} on {tensor.device} cannot be exchanged: "
+                f"pass flat, contiguous tensors on {device_type}"
+            )
+    if larger.dtype != smaller.dtype or larger.numel() != ratio * smaller.numel():
+        raise ValueError(
+            f"{larger.numel()} x {larger.dtype} and {smaller.numel()} x {smaller.dtype} do not fit: "
+            f"one must hold {ratio} times the elements of the other"
+        )
+    if larger.numel() % world_size:
+        raise ValueError(
+            f"{larger.numel()} elements are not {world_size} equal parts: pad them to a multiple of {world_size}"
         )

@@ -19,6 +19,8 @@ from torch.distributed import ReduceOp
 
 from torchft_plus.process_group.lane import Lane, LaneError, Operation
 from torchft_plus.process_group.operation import REDUCIBLE_DTYPES, ended
+from torchft_plus.reduce.codec import Codec
+from torchft_plus.reduce.compressed import CompressedReduction
 from torchft_plus.reduce.local_tensors import local_part
 from torchft_plus.reduce.reduction import AttachedReduction, Posted
 
@@ -37,8 +39,10 @@ class RecordedWork(Work):
         op: ReduceOp.RedOpType,
         contributes: bool,
         release: Callable[[], None],
+        codec: Codec | None = None,
     ) -> None:
         super().__init__()
+        self._codec = codec
         self._release = release
         self._tensor = tensor
         self._local = local_part(tensor.detach())
@@ -111,9 +115,14 @@ class RecordedWork(Work):
         if lane.error is not None:
             self._operation = ended(lane.error)
             return self._operation
-        staging = _stage(self._saved, self._op, self._contributes, lane.spec.world_size)
-        op = ReduceOp.SUM if self._op == ReduceOp.AVG else self._op
-        operation = lane.allreduce(staging, op)
+        if self._codec is not None and lane.spec.world_size > 1:
+            staging = _stage_exactly(self._saved, self._op, self._contributes)
+            exact = int(self._op == ReduceOp.AVG)
+            operation: Operation = CompressedReduction(lane, self._codec, staging.view(-1), exact, last=True)
+        else:
+            staging = _stage(self._saved, self._op, self._contributes, lane.spec.world_size)
+            op = ReduceOp.SUM if self._op == ReduceOp.AVG else self._op
+            operation = lane.allreduce(staging, op)
         with self._lock:
             self._staging, self._operation = staging, operation
         return operation
@@ -136,7 +145,8 @@ class RecordedWork(Work):
 
     def description(self) -> str:
         """What must be the same on all replicas."""
-        return f"{tuple(self._saved.shape)} {self._saved.dtype} {self._op}"
+        codec = "" if self._codec is None else f" {self._codec.name}"
+        return f"{tuple(self._saved.shape)} {self._saved.dtype} {self._op}{codec}"
 
     @torch.no_grad()
     def _write(self) -> bool:
@@ -184,18 +194,21 @@ class RecordedOperations:
         """
         self._predecessor = predecessor
 
-    def start(self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM) -> RecordedWork:
+    def start(
+        self, tensor: torch.Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, codec: Codec | None = None
+    ) -> RecordedWork:
         """Reduce ``tensor`` (of a DTensor: the local shard) in place over the contributors of the quorum.
 
         Args:
             tensor: dense; its content is copied now, and replaced by the result in ``wait`` or at the commit.
             op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
+            codec: sum or average a floating tensor in fewer bytes.
 
         Raises:
-            ValueError: ``op`` is another one, does not fit the dtype, or averages integers.
+            ValueError: ``op`` is another one, does not fit the dtype or the codec, or averages integers.
         """
-        _check(tensor, op)
-        work = RecordedWork(tensor, op, self._contributes, self._release)
+        _check(tensor, op, codec)
+        work = RecordedWork(tensor, op, self._contributes, self._release, codec)
         self._works.append(work)
         if self._predecessor is None or self._predecessor.is_posted():
             self._release()
@@ -277,7 +290,12 @@ _NEUTRAL: dict[ReduceOp.RedOpType, Callable[[torch.dtype], float | int]] = {
 _BITWISE = (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)
 
 
-def _check(tensor: torch.Tensor, op: ReduceOp.RedOpType) -> None:
+def _check(tensor: torch.Tensor, op: ReduceOp.RedOpType, codec: Codec | None) -> None:
+    if codec is not None and (op not in (ReduceOp.SUM, ReduceOp.AVG) or not tensor.is_floating_point()):
+        raise ValueError(
+            f"a quantised {op.name if op in _NEUTRAL else op} of {tensor.dtype} is not offered: "
+            "quantise sums and averages of floating tensors"
+        )
     if op not in _NEUTRAL:
         known = ", ".join(one.name for one in _NEUTRAL)
         raise ValueError(f"reduce_op is {op}, which cannot be repeated among survivors: use one of {known}")
@@ -310,6 +328,16 @@ def _stage(saved: torch.Tensor, op: ReduceOp.RedOpType, contributes: bool, world
         staging[:-1].copy_(saved.view(-1))
         staging[-1] = 1
     return staging
+
+
+def _stage_exactly(saved: torch.Tensor, op: ReduceOp.RedOpType, contributes: bool) -> torch.Tensor:
+    """For a codec: the input in float32, or zeros; an average is followed by the number of contributors."""
+    average = op == ReduceOp.AVG
+    staging = torch.zeros(saved.numel() + average, dtype=torch.float32, device=saved.device)
+    if contributes:
+        staging[: saved.numel()].copy_(saved.view(-1))
+        staging[saved.numel() :].fill_(1)
+    return staging if average else staging.view(saved.shape)
 
 
 def _average(staging: torch.Tensor, op: ReduceOp.RedOpType) -> None:

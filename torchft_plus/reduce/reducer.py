@@ -8,18 +8,20 @@ import logging
 import threading
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from torchft_plus.process_group.lane import Lane, Operation
-from torchft_plus.reduce.layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, plan
+from torchft_plus.reduce.codec import Codec
+from torchft_plus.reduce.layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, Bucket, plan
 from torchft_plus.reduce.local_tensors import gradient_entry, local_gradient, local_part, set_gradient
 from torchft_plus.reduce.model_buffers import ModelBuffers
 from torchft_plus.reduce.readiness import Readiness
 from torchft_plus.reduce.reduction import AttachedReduction, Posted
-from torchft_plus.reduce.staging import StagedBucket
+from torchft_plus.reduce.staging import CompressedBucket, StagedBucket
 from torchft_plus.reduce.streams import streams_for
 
 logger = logging.getLogger(__name__)
@@ -43,9 +45,13 @@ class GradientReducer:
         check_finite: look for infinities and NaNs in the local gradients; costs one pass over them.
         buffers: names and tensors that a forward changes and that are reduced with the step.
         local_buffers: the same, but kept local: only put back if the step is refused.
+        codec: sum gradients in fewer bytes (``codec.codec("int8")``); counts, weights and buffers stay exact. A lone replica's
+            gradient stays as it is: nothing is sent. Staging is float32 then.
+        error_feedback: add to each step's gradients what the codec took away in the last committed one. Takes memory of
+            one float32 copy of the gradients, two while a step is reduced.
 
     Raises:
-        ValueError: nothing to reduce, or a tensor of a dtype that cannot be reduced.
+        ValueError: nothing to reduce, a tensor of a dtype that cannot be reduced, or error feedback without a codec.
     """
 
     def __init__(
@@ -57,19 +63,26 @@ class GradientReducer:
         check_finite: bool = False,
         buffers: Sequence[tuple[str, torch.Tensor]] = (),
         local_buffers: Sequence[tuple[str, torch.Tensor]] = (),
+        codec: Codec | None = None,
+        error_feedback: bool = False,
     ) -> None:
+        if error_feedback and codec is None:
+            raise ValueError("error_feedback is set without a codec: nothing is lost that could be fed back")
         self._parameters = _distinct(parameters)
         if not self._parameters:
             raise ValueError("parameters holds no trainable parameter: pass what the optimizer gets")
         entries = [gradient_entry(name, parameter) for name, parameter in self._parameters]
+        self._dtypes = [entry.dtype for entry in entries]
+        if codec is not None:
+            entries = [replace(entry, dtype=torch.float32) for entry in entries]
         self._layout = plan(entries, bucket_bytes, first_bucket_bytes)
+        self._codec = codec
+        self._error_feedback = error_feedback
         self._check_finite = check_finite
         self._lock = threading.Lock()
         self._device = local_part(self._parameters[0][1].detach()).device
         self._streams = streams_for(self._device)
-        self._buckets = [
-            StagedBucket(bucket, self._device_of(bucket.slots[0].index)) for bucket in self._layout.buckets
-        ]
+        self._buckets = [self._staged(bucket) for bucket in self._layout.buckets]
         self._readiness = Readiness(self._layout.bucket_of, len(self._buckets))
         self._buffers = ModelBuffers(buffers, local_buffers)
         self._buffer_operations: tuple[Operation, ...] | None = None
@@ -98,8 +111,11 @@ class GradientReducer:
     # --- Reduction -----------------------------------------------------------------------------------------------------
 
     def digest(self) -> str:
-        """Digest of the layout: equal on all replicas."""
+        """Digest of the layout and of the codec: equal on all replicas."""
         both = f"{self._layout.digest} {self._buffers.layout.digest}"
+        if self._codec is not None:
+            dtypes = " ".join(map(str, self._dtypes))
+            both = f"{both} {self._codec.name} {self._codec.block} {self._error_feedback} {dtypes}"
         return hashlib.sha256(both.encode()).hexdigest()[:16]
 
     def begin(self, lane: Lane | None, weight: float) -> None:
@@ -154,9 +170,11 @@ class GradientReducer:
                 if contributors == 0:
                     parameter.grad = None
                 elif gradient is None:
-                    set_gradient(parameter, view * scale)
+                    set_gradient(parameter, (view * scale).to(self._dtypes[slot.index]))
                 else:
                     torch.mul(view, scale, out=gradient)
+            if isinstance(staged, CompressedBucket):
+                staged.commit()
         self._last_total_weight = total_weight
         self._buffers.write_back(total_weight)
 
@@ -206,7 +224,13 @@ class GradientReducer:
         return self._parameters
 
     def caught_up(self) -> None:
-        """Write the last step's reduced buffers once more, after a fetched older state has replaced them."""
+        """Write the last step's reduced buffers once more, after a fetched older state has replaced them.
+
+        What this group had not sent yet (error feedback) belonged to the state that was replaced, and is dropped.
+        """
+        for staged in self._buckets:
+            if isinstance(staged, CompressedBucket):
+                staged.forget()
         if self._last_total_weight:
             self._buffers.write_back(self._last_total_weight)
 
@@ -279,6 +303,13 @@ class GradientReducer:
             return True
         gradients = (local_gradient(*named) for named in self._parameters)
         return all(bool(torch.isfinite(gradient).all()) for gradient in gradients if gradient is not None)
+
+    def _staged(self, bucket: Bucket) -> StagedBucket:
+        device = self._device_of(bucket.slots[0].index)
+        if self._codec is None:
+            return StagedBucket(bucket, device)
+        last = bucket is self._layout.buckets[-1]
+        return CompressedBucket(bucket, device, self._codec, last, self._error_feedback)
 
     def _device_of(self, index: int) -> torch.device:
         return local_part(self._parameters[index][1].detach()).device

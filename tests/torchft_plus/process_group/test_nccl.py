@@ -113,7 +113,7 @@ def test_an_abort_that_hangs_ends_the_operations_and_keeps_their_memory() -> Non
     lane.abort("told")
     wait_ended([operation], 5)
     assert str(operation.error) == "told"
-    assert any(lost is group and running[0].tensor is tensor for lost, running in nccl._lost)
+    assert any(lost is group and running[0].tensors[0] is tensor for lost, running in nccl._lost)
     group.aborted.set()
 
 
