@@ -42,9 +42,9 @@ class Pin:
         return any(not ranges.covers(start, end) for ranges in self.released.values())
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Hold:
-    """A response that is being sent: it needs ``[start, end)``."""
+    """A response that is being sent: it needs ``[start, end)``. Two of the same range are two."""
 
     start: int
     end: int
@@ -54,8 +54,8 @@ class Hold:
 class Piece:
     """Bytes that were looked up under the lock and are sent without it."""
 
-    origins: tuple[tuple[int, torch.Tensor], ...]
-    """Index of the tensor and its memory at the time."""
+    live: bool
+    """Some of the memory is that of the training tensors."""
     parts: tuple[torch.Tensor, ...]
 
     def memory(self) -> list[memoryview]:
@@ -64,7 +64,8 @@ class Piece:
 
 
 class Version:
-    """The state of one head. All methods but ``manifest`` and ``header`` are for holders of ``changed``.
+    """The state of one head. All methods but ``manifest``, ``header``, ``hold`` and ``detach`` are for holders of
+    ``changed``.
 
     Args:
         head: whose state it is.
@@ -180,7 +181,7 @@ class Version:
         Raises:
             StateError: they were let go.
         """
-        origins: list[tuple[int, torch.Tensor]] = []
+        live = False
         parts: list[torch.Tensor] = []
         for index, first, last in parts_between(self._lengths, self._starts, start, end):
             memory = self._memory[index]
@@ -190,35 +191,55 @@ class Version:
                     "training went on"
                 )
             part = memory if last - first == len(memory) else memory[first:last]
-            origins.append((index, memory))
+            live = live or not (copy or self._copied[index])
             parts.append(part.clone() if copy else part)
-        return Piece(tuple(origins), tuple(parts))
+        return Piece(live, tuple(parts))
 
     def is_intact(self, piece: Piece) -> bool:
-        """True if the memory of ``piece`` was not given back to training since it was looked up."""
-        return all(self._memory[index] is memory for index, memory in piece.origins)
+        """True if no memory of ``piece`` was given back to training since it was looked up."""
+        return self.live or not piece.live
 
     def detach(self) -> int:
         """The training thread is about to change its tensors: copy what readers need, let go of the rest.
 
+        Takes the lock itself, and not while it copies: readers are served meanwhile, and what they verify needs no copy.
+
         Returns:
             Bytes that were copied.
+
+        Raises:
+            MemoryError: there is no room for them.
         """
-        copied_bytes = 0
-        for index, memory in enumerate(self._memory):
-            if memory is None or self._copied[index]:
-                continue
-            spec = self._specs[index]
-            if self.needs(spec.offset, spec.end):
-                self._memory[index] = memory.clone()
-                self._copied[index] = True
-                copied_bytes += len(memory)
-            else:
-                self._memory[index] = None
-        self.live = False
+        copied_bytes = sum(self._keep_or_let_go(index) for index in range(len(self._memory)))
+        with self._changed:
+            self.live = False
         return copied_bytes
+
+    def _keep_or_let_go(self, index: int) -> int:
+        with self._changed:
+            memory = self._memory[index]
+            if memory is None or self._copied[index]:
+                return 0
+            spec = self._specs[index]
+            if not self.needs(spec.offset, spec.end):
+                self._memory[index] = None
+                return 0
+        kept = _copy(memory)
+        with self._changed:
+            if self._memory[index] is memory:  # else the version was dropped meanwhile
+                self._memory[index] = kept
+                self._copied[index] = True
+        return len(memory)
 
     def drop(self) -> None:
         """Let go of everything; pieces in flight are torn."""
         self._memory = [None] * len(self._memory)
         self.live = False
+
+
+def _copy(memory: torch.Tensor) -> torch.Tensor:
+    """A copy; on the host if the accelerator has no room."""
+    try:
+        return memory.clone()
+    except torch.OutOfMemoryError:
+        return memory.to("cpu", copy=True)

@@ -8,8 +8,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
-import torch
-
 from lighthouse.messages import Head
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.manifest import head_name
@@ -77,15 +75,16 @@ class VersionStore:
         """The registered state is about to change. Training thread; gives the number of bytes copied."""
         with self.changed:
             idle = not self._wishes and not self._pins and not self._versions
-            copied_bytes = 0
-            if not idle and not self._changing:
-                self._serve_point()
-                for version in [version for version in self._versions.values() if version.live]:
-                    copied_bytes += self._detach(version)
+            if idle or self._changing:
+                self._changing = True
+                return 0
+            self._serve_point()
+            versions = [version for version in self._versions.values() if version.live]
+        copied_bytes = sum(self._detach(version) for version in versions)
+        with self.changed:
             self._changing = True
-            if not idle:
-                self._sweep()
-                self.changed.notify_all()
+            self._sweep()
+            self.changed.notify_all()
             return copied_bytes
 
     def pin(self, head: Head, readers: int = 1) -> None:
@@ -109,6 +108,29 @@ class VersionStore:
             self._dropped.clear()
             self._published = None
             self.changed.notify_all()
+
+    def _detach(self, version: Version) -> int:
+        with self.changed:
+            self._expire(version.head)
+            if not version.is_held() and (
+                version.pin is None or not version.pin.needs(0, version.size_bytes)
+            ):
+                self._drop(version, "its readers had all they needed, or none came in time")
+                return 0
+        try:
+            copied_bytes = version.detach()
+        except (
+            MemoryError,
+            RuntimeError,
+        ) as error:  # torch has no room: a RuntimeError of the CPU's allocator
+            _log.warning("version %s cannot be kept: %s", head_name(version.head), error)
+            self._drop(version, "there was no memory to keep it when training went on")
+            return 0
+        with self.changed:
+            copies = [other for other in self._versions.values() if not other.live]
+            for other in copies[:-_MAX_COPIES]:
+                self._drop(other, f"{_MAX_COPIES} newer versions are kept")
+        return copied_bytes
 
     # --- readers' side ---
 
@@ -217,21 +239,6 @@ class VersionStore:
         version.pin = self._pins[head]
         self._versions[head] = version
 
-    def _detach(self, version: Version) -> int:
-        self._expire(version.head)
-        if not version.is_held() and (version.pin is None or not version.pin.needs(0, version.size_bytes)):
-            self._drop(version, "its readers had all they needed, or none came in time")
-            return 0
-        try:
-            copied_bytes = version.detach()
-        except (MemoryError, torch.OutOfMemoryError):
-            self._drop(version, "there was no memory to keep it when training went on")
-            return 0
-        copies = [other for other in self._versions.values() if not other.live]
-        for other in copies[:-_MAX_COPIES]:
-            self._drop(other, f"{_MAX_COPIES} newer versions are kept")
-        return copied_bytes
-
     def _sweep(self) -> None:
         for head in list(self._pins):
             self._expire(head)
@@ -255,10 +262,12 @@ class VersionStore:
                 version.pin = None
 
     def _drop(self, version: Version, reason: str) -> None:
-        version.drop()
-        del self._versions[version.head]
-        self._pins.pop(version.head, None)
-        self._forget(version.head, reason)
+        with self.changed:
+            version.drop()
+            if self._versions.get(version.head) is version:  # else it was withdrawn meanwhile
+                del self._versions[version.head]
+                self._pins.pop(version.head, None)
+                self._forget(version.head, reason)
 
     def _forget(self, head: Head, reason: str) -> None:
         self._dropped[head] = reason

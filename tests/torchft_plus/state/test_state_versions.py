@@ -16,7 +16,7 @@ from torchft_plus.state import StateError, StateRegistry
 from torchft_plus.state.manifest import PIECE_BYTES
 from torchft_plus.state.ranges import RangeSet
 from torchft_plus.state.stripes import Stripes
-from torchft_plus.state.version import Version
+from torchft_plus.state.version import Version, _copy
 from torchft_plus.state.version_store import NotServed, NotYetServed, VersionStore
 
 
@@ -143,6 +143,87 @@ def test_memory_that_went_back_to_training_is_told() -> None:
     again = version.read(0, 200, copy=False)
     donor.update()
     assert version.is_intact(again)
+
+
+def test_readers_are_served_while_the_training_thread_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of many gigabytes takes a while; what a reader verifies in that time is not copied."""
+    donor = Donor()
+    donor.store.pin(head_at(0))
+    donor.store.publish(head_at(0))
+    version = donor.acquire(0)
+    served: list[bytes] = []
+
+    def copy(memory: torch.Tensor) -> torch.Tensor:
+        def serve() -> None:
+            with donor.store.changed:
+                piece = version.read(100, 200, copy=False)
+                served.append(bytes(piece.memory()[0]))
+                assert version.is_intact(piece)
+                version.release("r", 100, 200)
+
+        InBackground(serve).result()
+        return memory.clone()
+
+    monkeypatch.setattr("torchft_plus.state.version._copy", copy)
+    assert donor.update() == 100
+    assert served == [bytes(100)]
+    assert _content(version, 0, 100) == bytes(100)
+
+
+def test_a_version_that_is_withdrawn_while_it_is_copied_stays_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    donor = Donor()
+    donor.store.pin(head_at(0))
+    donor.store.publish(head_at(0))
+    version = donor.acquire(0)
+
+    def copy(memory: torch.Tensor) -> torch.Tensor:
+        InBackground(donor.store.withdraw).result()
+        return memory.clone()
+
+    monkeypatch.setattr("torchft_plus.state.version._copy", copy)
+    donor.update()
+    assert donor.store.served() == (None, ())
+    with pytest.raises(StateError, match="was let go"):
+        version.read(0, 200, copy=False)
+
+
+def test_a_version_is_given_up_when_there_is_no_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    donor = Donor()
+    donor.store.pin(head_at(0))
+    donor.store.publish(head_at(0))
+
+    def copy(memory: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError(f"can't allocate memory: you tried to allocate {len(memory)} bytes")
+
+    monkeypatch.setattr("torchft_plus.state.version._copy", copy)
+    assert donor.update() == 0
+    with pytest.raises(NotServed, match="there was no memory to keep it"):
+        donor.acquire(0)
+
+
+def test_an_accelerator_without_room_is_helped_out_by_the_host() -> None:
+    class Full(torch.Tensor):
+        def clone(self, **_: object) -> torch.Tensor:  # type: ignore[override]
+            raise torch.OutOfMemoryError
+
+    memory = torch.arange(5, dtype=torch.uint8).as_subclass(Full)
+    assert torch.equal(_copy(memory).as_subclass(torch.Tensor), torch.arange(5, dtype=torch.uint8))
+
+
+def test_two_responses_of_the_same_range_are_two_holds() -> None:
+    """The end of one left the other without its hold, or a hold without its response, for ever."""
+    donor = Donor()
+    donor.store.pin(head_at(0))
+    donor.store.publish(head_at(0))
+    version = donor.acquire(0)
+    with version.hold(0, 200) as first:
+        with version.hold(0, 200):
+            pass
+        first.start = 100
+        assert version.is_held()
+        with donor.store.changed:
+            assert version.needs(100, 200)
+    assert not version.is_held()
 
 
 def test_unpin_expiry_and_withdraw_let_go() -> None:
