@@ -109,12 +109,15 @@ def test_cut_from_everybody(cluster: Cluster, network: Network) -> None:
 
 
 def test_cut_from_the_others_but_not_from_the_lighthouse(cluster: Cluster, network: Network) -> None:
-    """The Lighthouse hears it, so that only the deadlines of step and quorum tell; the blame finds out whom to leave out."""
+    """The Lighthouse hears it, so that only its peers can tell: they miss its acknowledgements after the heartbeat limit. Two
+    more quorums cannot be built with it, then the blame finds out whom to leave out."""
     victim = cluster.events("replica_0", "quorum")[-1]["members"][0]
     survivors = others(victim)
     network.cut(victim, survivors)
     cut = time.time()
-    advance(cluster, survivors, 10, 5 * TIMEOUT_MS / 1000)
+    advance(cluster, survivors, 10, 2 * HEARTBEAT_S + 2 * TIMEOUT_MS / 4 / 1000 + 2 * SLACK_S)
+    faults = [event for group in GROUPS for event in cluster.events(group, "fault") if event["time"] > cut]
+    assert min(fault["time"] for fault in faults) < cut + 2 * HEARTBEAT_S + SLACK_S, faults
     texts = [event["text"] for event in cluster.lighthouse_events("announce") if event["time"] > cut]
     assert any(f"{victim} is left out" in text for text in texts), texts
     network.heal()

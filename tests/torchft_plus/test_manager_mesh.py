@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import struct
 from collections.abc import Awaitable, Callable
 
@@ -16,6 +17,7 @@ from torchft_plus.manager.transport import MAX_FRAME_BYTES, split_address
 from torchft_plus.pb import peer_pb2 as pb
 
 JOB = "job"
+SILENCE_MS = 7_000
 
 
 class Leader:
@@ -23,7 +25,7 @@ class Leader:
 
     def __init__(self, name: str) -> None:
         self.process = Process(name, f"incarnation-of-{name}")
-        self.service = PeerService(JOB, keep_ms=2_000)
+        self.service = PeerService(JOB, 2_000, SILENCE_MS)
         self.frames: list[tuple[int, pb.PeerFrame]] = []
         self.lost: list[tuple[int, str]] = []
         self.changed = asyncio.Event()
@@ -35,7 +37,7 @@ class Leader:
     def mesh(self, quorum: Quorum) -> Mesh:
         rank = quorum.rank_of(self.process)
         assert rank is not None
-        return Mesh(quorum, rank, self._on_frame, self._on_lost)
+        return Mesh(quorum, rank, self._on_frame, self._on_lost, SILENCE_MS)
 
     def hello(self, quorum_id: int) -> pb.PeerHello:
         return pb.PeerHello(
@@ -180,6 +182,24 @@ def test_a_broken_connection_is_news() -> None:
             await members[rank].until(lambda rank=rank: bool(members[rank].lost))
             assert [peer for peer, _ in members[rank].lost] == [1]
         assert members[1].lost == []
+
+    run(test)
+
+
+def test_the_kernel_watches_the_silence_of_peers() -> None:
+    """What a cut link costs is shown in tests/e2e/test_network.py; here, that both ends of every connection are watched."""
+
+    async def test() -> None:
+        members = await leaders(2)
+        meshes = await connected(members, quorum_of(members))
+        for mesh in meshes:
+            for connection in mesh._connections.values():
+                assert connection._transport is not None
+                sock = connection._transport.get_extra_info("socket")
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                if hasattr(socket, "TCP_USER_TIMEOUT"):
+                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == SILENCE_MS
+                    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 1
 
     run(test)
 

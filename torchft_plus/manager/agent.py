@@ -214,7 +214,7 @@ class LeaderAgent(Agent):
         self._closing = False
         self._address = ""
         timeouts = settings.timeouts
-        self._service = PeerService(settings.job_id, timeouts.configure_ms)
+        self._service = PeerService(settings.job_id, timeouts.configure_ms, timeouts.heartbeat_timeout_ms)
         self._hub = LeaderHub(
             settings.job_id,
             settings.replica_id,
@@ -423,7 +423,8 @@ class LeaderAgent(Agent):
         quorum = effect.quorum
         rank = quorum.rank_of(self.process)
         assert rank is not None
-        mesh = self._mesh = Mesh(quorum, rank, self._on_peer_frame, self._on_peer_lost)
+        silence_limit_ms = self._settings.timeouts.heartbeat_timeout_ms
+        mesh = self._mesh = Mesh(quorum, rank, self._on_peer_frame, self._on_peer_lost, silence_limit_ms)
         self._spawn(self._build_mesh(mesh, quorum))
 
     async def _build_mesh(self, mesh: Mesh, quorum: Quorum) -> None:

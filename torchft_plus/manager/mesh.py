@@ -29,9 +29,16 @@ class MeshError(RuntimeError):
 
 
 class PeerService:
-    """Accepts connections of other leaders and keeps them until their quorum is adopted here."""
+    """Accepts connections of other leaders and keeps them until their quorum is adopted here.
 
-    def __init__(self, job_id: str, keep_ms: int) -> None:
+    Args:
+        job_id: hellos of other jobs are refused.
+        keep_ms: so long.
+        silence_limit_ms: see ``FrameConnection``.
+    """
+
+    def __init__(self, job_id: str, keep_ms: int, silence_limit_ms: int | None = None) -> None:
+        self._silence_limit_ms = silence_limit_ms
         self._job_id = job_id
         self._keep_ms = keep_ms
         self._server: asyncio.Server | None = None
@@ -67,7 +74,9 @@ class PeerService:
         self._new.clear()
 
     def _connection(self) -> FrameConnection:
-        connection = FrameConnection(pb.PeerFrame.FromString, self._hello, lambda c, _: self._forget(c))
+        connection = FrameConnection(
+            pb.PeerFrame.FromString, self._hello, lambda c, _: self._forget(c), self._silence_limit_ms
+        )
         if len(self._waiting) + len(self._new) >= MAX_WAITING:
             asyncio.get_running_loop().call_soon(connection.close)
             return connection
@@ -106,6 +115,7 @@ class Mesh:
     Args:
         on_frame: ``(quorum_id, replica_rank, frame)``.
         on_lost: ``(quorum_id, replica_rank, reason)``: a connection broke.
+        silence_limit_ms: see ``FrameConnection``.
     """
 
     def __init__(
@@ -114,7 +124,9 @@ class Mesh:
         rank: int,
         on_frame: Callable[[int, int, pb.PeerFrame], None],
         on_lost: Callable[[int, int, str], None],
+        silence_limit_ms: int | None = None,
     ) -> None:
+        self._silence_limit_ms = silence_limit_ms
         self.quorum = quorum
         self._rank = rank
         self._on_frame = on_frame
@@ -179,7 +191,7 @@ class Mesh:
             self._lost(connection, reason)
 
         _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: FrameConnection(pb.PeerFrame.FromString, first, lost), host, port
+            lambda: FrameConnection(pb.PeerFrame.FromString, first, lost, self._silence_limit_ms), host, port
         )
         self._add(rank, connection)
         connection.send(pb.PeerFrame(hello=hello))
