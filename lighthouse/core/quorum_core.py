@@ -190,7 +190,7 @@ class QuorumCore:
             return False
         match message:
             case Beat():
-                self._highest_step = max(self._highest_step, message.progress.step)
+                self._count_steps(peer, message.progress.step)
                 return self._roster.beat(peer, message.progress)
             case Ask():
                 self._ask(peer, message)
@@ -256,6 +256,14 @@ class QuorumCore:
             return any(p.replica_id == process.replica_id for p in met)
         return process in met
 
+    def _count_steps(self, peer: Peer, step: int) -> None:
+        """Note how far the run has come, to say what a total loss costs: not what an earlier one has given up."""
+        if peer.position is None or (self.q_last is not None and not self._roster.is_member(peer)):
+            return
+        head = peer.position.head
+        if self.q_last is None or head.quorum_id == self.q_last.id or step > head.step:
+            self._highest_step = max(self._highest_step, step)
+
     def _learn(self, peer: Peer, quorum: Quorum | None) -> None:
         """Take note of ids, steps and quorums that a member reports."""
         position = peer.position
@@ -263,7 +271,7 @@ class QuorumCore:
         heads = [position.head] + ([position.disk_head] if position.disk_head is not None else [])
         ids = [position.floor, *(h.quorum_id for h in heads), quorum.id if quorum is not None else 0]
         self._highest_id = max(self._highest_id, *(i for i in ids if i >> COUNTER_BITS < MAX_EPOCH))
-        self._highest_step = max(self._highest_step, position.head.step)
+        self._count_steps(peer, position.head.step)
         newest = max((q.id for q in (self.q_last, self._reported) if q is not None), default=0)
         if quorum is not None and newest < quorum.id <= self._highest_id:
             if self._reported is None:
@@ -324,6 +332,10 @@ class QuorumCore:
             self._chronicle.wait(f"for members of the reported quorum {reported.id}: {', '.join(missing)}")
             return
         self._roster.set_last(reported)
+        self._highest_step = reported.base.step
+        for _, peer in self._members():
+            if peer is not None and peer.position is not None:
+                self._count_steps(peer, peer.position.head.step)
         self._reported, self._round, self._fault = None, None, None
         self._chronicle.wait("")
         self._store()
@@ -427,6 +439,7 @@ class QuorumCore:
         if before is not None:
             self._previous = (before.id, frozenset(p.replica_id for p in self._roster.ranks))
         self._roster.set_last(quorum)
+        self._highest_step = quorum.base.step
         self._round, self._fault, self._total_loss_since_ms = None, None, None
         self._store()
         if before is not None and not plan.announce:

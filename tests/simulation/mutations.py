@@ -14,7 +14,7 @@ import pytest
 from lighthouse.core import base, forming
 from lighthouse.core.base import Base
 from lighthouse.core.forming import Plan, Wait
-from lighthouse.core.quorum_core import QuorumCore
+from lighthouse.core.quorum_core import EPOCHS_PER_S, QuorumCore
 from lighthouse.core.roster import Roster
 from lighthouse.core.words import CoreConfig, Effect, Store
 from lighthouse.messages import Head, Position, Quorum
@@ -23,6 +23,8 @@ from torchft_plus.manager.control_words import Summary
 from torchft_plus.manager.step_core import StepCore
 from torchft_plus.pb import peer_pb2 as pb
 from torchft_plus.semi_sync.schedule import Schedule
+from torchft_plus.testing.client import BeatAnswer, Client
+from torchft_plus.testing.donors import Server
 from torchft_plus.testing.lighthouse_host import Disk, Lighthouse
 from torchft_plus.testing.rank import Outcome, Rank
 
@@ -411,3 +413,116 @@ def each_rank_ends_its_window_by_itself(m: pytest.MonkeyPatch) -> None:
         return core is not None and core._awaited_by_peers()
 
     m.setattr(Rank, "_is_due", is_due)
+
+
+@mutation("M8: a heartbeat is answered after what the core has to say", "outage")
+def answered_before_the_revocation(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Lighthouse, "_answer", lambda self, end: end.send(BeatAnswer()))
+
+
+@mutation("L1: a Lighthouse whose store fails tells nothing", "store")
+def goes_on_without_its_store(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Lighthouse, "_store_failed", lambda self: None)
+
+
+@mutation(
+    "R2: nothing is formed before the members of the newest quorum had the time to connect", "lighthouse"
+)
+def lost_store_takes_the_first_report(m: pytest.MonkeyPatch) -> None:
+    original = QuorumCore._adopt_reported
+
+    def adopt(self: QuorumCore) -> None:
+        self._reported_ms = -(10**9)
+        original(self)
+
+    m.setattr(QuorumCore, "_adopt_reported", adopt)
+
+
+@mutation("L5: clocks may differ, so the Lighthouse waits longer than a member acts", "clock")
+def no_margin_for_clocks(m: pytest.MonkeyPatch) -> None:
+    m.setattr(CoreConfig, "certainly_gone_ms", property(lambda self: self.timeouts.outage_limit_ms))
+
+
+@mutation("M8: heard until the answered heartbeat was sent, not until its answer was read", "outage")
+def heard_when_the_answer_is_read(m: pytest.MonkeyPatch) -> None:
+    original = Client._read
+
+    def read(self: Client, session: int, message: object) -> None:
+        original(self, session, message)
+        if isinstance(message, BeatAnswer):
+            self.last_answered_ms = self.last_heard_ms
+
+    m.setattr(Client, "_read", read)
+
+
+@mutation("F18: an epoch is above the stored one, whatever the clock says", "clock")
+def epoch_of_the_clock_alone(m: pytest.MonkeyPatch) -> None:
+    original = QuorumCore.__init__
+
+    def init(self, config, record, clock_seconds, now_ms):
+        original(self, config, record, clock_seconds, now_ms)
+        self.epoch = int(clock_seconds * EPOCHS_PER_S) + 1
+
+    m.setattr(QuorumCore, "__init__", init)
+
+
+@mutation("L8: two quorums without a commit leave somebody out", "link")
+def nobody_is_left_out(m: pytest.MonkeyPatch) -> None:
+    m.setattr(QuorumCore, "_apply_blame", lambda self, plan: plan)
+
+
+@mutation("M1: a step that is not finite is skipped by all")
+def nothing_is_skipped(m: pytest.MonkeyPatch) -> None:
+    original = control_words.summarise
+
+    def summarise(blocks) -> Summary:
+        return replace(original(blocks), skip=False)
+
+    m.setattr(step_core, "summarise", summarise)
+
+
+@mutation("L3: words of an older session are ignored", "slow")
+def words_of_older_sessions_count(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Roster, "on_session", lambda self, process, session: self.peer(process))
+
+
+@mutation("M6: a fetch of another head is no state")
+def donors_may_differ_by_a_step(m: pytest.MonkeyPatch) -> None:
+    original = Server.acquire
+
+    def acquire(self: Server, head: Head):
+        answer = original(self, head)
+        return self.read() if answer is None or isinstance(answer, str) else answer
+
+    m.setattr(Server, "acquire", acquire)
+
+
+@mutation("M1: a stale block repeats the round for all")
+def stale_data_counts(m: pytest.MonkeyPatch) -> None:
+    original = control_words.summarise
+
+    def summarise(blocks) -> Summary:
+        return replace(original(blocks), stale=False)
+
+    m.setattr(step_core, "summarise", summarise)
+
+
+@mutation("P2: a total loss is announced")
+def total_loss_is_kept_quiet(m: pytest.MonkeyPatch) -> None:
+    original = forming._total_loss
+
+    def total_loss(*arguments):
+        plan = original(*arguments)
+        return replace(plan, announce="") if isinstance(plan, Plan) else plan
+
+    m.setattr(forming, "_total_loss", total_loss)
+
+
+@mutation("L5: the announced size is that of this loss")
+def steps_of_earlier_losses_are_counted(m: pytest.MonkeyPatch) -> None:
+    def count(self: QuorumCore, peer, step: int) -> None:
+        kept[id(self)] = max(kept.get(id(self), 0), step)
+        self._highest_step = kept[id(self)]
+
+    kept: dict[int, int] = {}
+    m.setattr(QuorumCore, "_count_steps", count)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from lighthouse import wire
 from lighthouse.core.quorum_core import QuorumCore
 from lighthouse.core.words import (
     Connected,
     CoreConfig,
     Disconnected,
     Effect,
+    Event,
+    ExitSeen,
     Ponged,
     Received,
     Resumed,
@@ -17,11 +22,22 @@ from lighthouse.core.words import (
     SendPing,
 )
 from lighthouse.events import EventLog
-from lighthouse.job import Job, Superseded
-from lighthouse.messages import Ask, Form, Head, Hello, Position, Process, Quorum, Retired
+from lighthouse.job import Job, Session, Superseded
+from lighthouse.messages import (
+    Ask,
+    Beat,
+    Form,
+    Head,
+    Hello,
+    Position,
+    Process,
+    Progress,
+    Quorum,
+    Retired,
+    Revoke,
+)
 from lighthouse.storage import MemoryStorage
 from lighthouse.timeouts import Timeouts
-from torchft_plus.testing.seeds import run_seed
 
 START = Head(0, 0, "digest")
 A, B, C, A2 = Process("a", "1"), Process("b", "1"), Process("c", "1"), Process("a", "2")
@@ -46,7 +62,7 @@ class Lighthouse:
     def ask(self, process: Process, session: int, position: Position, now_ms: int) -> None:
         self._take(self.core.handle(Received(process, session, Ask(position)), now_ms))
 
-    def event(self, event: Disconnected | Ponged | Resumed, now_ms: int) -> None:
+    def event(self, event: Event, now_ms: int) -> None:
         self._take(self.core.handle(event, now_ms))
 
     def tick(self, now_ms: int) -> None:
@@ -167,7 +183,48 @@ def test_a_lighthouse_that_was_replaced_notices_without_storing_anything(tmp_pat
         old.check_owner()
 
 
-@pytest.mark.parametrize("seed", [32, 105, 121, 190, 204, 206, 209, 236, 238])
-def test_a_heartbeat_is_answered_after_the_revocation(seed: int) -> None:
-    """The answer came first and ended the outage: the member committed before it read the revocation."""
-    run_seed(seed, "outage")
+def test_the_announced_size_of_a_total_loss_is_that_of_this_one() -> None:
+    """Seed 4, crash: each total loss was announced with the steps that the ones before had given up, too."""
+    lighthouse = Lighthouse(expected_replicas=1, restart_timeout_ms=0)
+    said: list[str] = []
+    for life, steps in enumerate((10, 3, 5)):
+        process = Process("a", str(life))
+        lighthouse.connect(process, 1, fresh(), 10 * life)
+        lighthouse.ask(process, 1, fresh(), 10 * life)
+        quorum = lighthouse.quorums()[-1]
+        said.append(quorum.reason)
+        lighthouse.event(Received(process, 1, Beat(Progress(steps))), 10 * life + 5)
+        lighthouse.event(ExitSeen(process), 10 * life + 6)
+    assert "10 steps are lost" in said[1]
+    assert " 3 steps are lost" in said[2]
+
+
+def test_a_heartbeat_is_answered_after_the_revocation() -> None:
+    """Profile outage, 20 of 300 seeds: the answer came first and ended the outage, and the member committed."""
+    storage, events = MemoryStorage(), EventLog(None, "lighthouse")
+    config = CoreConfig(expected_replicas=2, reconnect_grace_ms=0, timeouts=TIMEOUTS)
+    job = Job("job", QuorumCore(config, None, 1_000, 0), storage, events)
+    job.start()
+    session = job.sessions[A, 1] = Session(A, 1)
+    for process in (A, B):
+        job.handle(Connected(process, 1, Hello(fresh(), "x:1", 1, None)), 0)
+        job.handle(Received(process, 1, Ask(fresh())), 0)
+    job.note(Disconnected(B, 1), 10)  # the next decision revokes the quorum
+    job.note(Received(A, 1, Beat(Progress())), 10)
+    job.answer(session)
+    job.settle(11)
+    written = [wire.decode_down(data) for data in drained(session)]
+    assert [type(word) for word in written] == [Form, Revoke, wire.BeatAnswer]
+
+
+def drained(session: Session) -> list[bytes]:
+    """What is queued for a stream."""
+
+    async def read() -> list[bytes]:
+        session.end("the test has seen enough")
+        data: list[bytes] = []
+        while (item := await session.next()) is not None:
+            data.append(item)
+        return data
+
+    return asyncio.run(read())

@@ -46,6 +46,8 @@ def test_without_faults_nothing_is_lost_and_one_quorum_is_enough() -> None:
             expected_replicas=3,
             chaos_ms=2_000,
             join_timeout_ms=2_000,
+            bad_transfer_chance=0.0,
+            window=0,
         )
         report = Simulation(settings).run()
         assert report.quorums == 1 and report.incarnations == 3
@@ -91,10 +93,10 @@ def test_a_failure_tells_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) ->
         for seed in range(50):
             run_seed(seed)
     text = str(failure.value)
-    assert text.startswith("P")
+    assert text.startswith("M3")
     assert "replay: python -m torchft_plus.testing --seed" in text
     assert "--- lighthouse" in text and "formed" in text
-    assert text.count("\n") > 50
+    assert text.count("\n") > 20
 
 
 def test_a_failure_that_does_not_come_again_is_said() -> None:

@@ -55,8 +55,7 @@ class Client:
         on_message: Callable[[Down], None],
         progress: Callable[[], Progress],
     ) -> None:
-        self.last_heard_ms = world.now_ms
-        self.last_answered_ms = world.now_ms
+        self.last_heard_ms = self.last_answered_ms = life.now_ms
         self._unanswered: deque[int] = deque()
         self.end: End | None = None
         self._world = world
@@ -86,9 +85,9 @@ class Client:
     def _connect(self) -> None:
         self._session += 1
         session = self._session
-        self._started_ms = self._world.now_ms
+        self._started_ms = self._life.now_ms
         self._outbox = []
-        self._unanswered = deque([self._world.now_ms])
+        self._unanswered = deque([self._life.now_ms])
         for message in self._greet():
             self._outbox.append(
                 Open(self._process, session, message) if isinstance(message, Hello) else message
@@ -115,7 +114,7 @@ class Client:
     def _read(self, session: int, message: Any) -> None:
         if session != self._session:
             return
-        self.last_heard_ms = self._world.now_ms
+        self.last_heard_ms = self._life.now_ms
         if isinstance(message, Ping):
             if self.end is not None:
                 self.end.send(Pong())
@@ -126,7 +125,7 @@ class Client:
 
     def _beat(self, session: int) -> None:
         if session == self._session and (self.end is not None or self._outbox is not None):
-            self._unanswered.append(self._world.now_ms)
+            self._unanswered.append(self._life.now_ms)
             if self.end is not None:
                 self.end.send(Beat(self._progress()))
             elif self._outbox is not None:
@@ -138,7 +137,7 @@ class Client:
         if session != self._session or (self.end is None and self._outbox is None):
             return
         heard_ms = max(self.last_heard_ms, self._started_ms)
-        left_ms = heard_ms + self._silence_ms - self._world.now_ms
+        left_ms = heard_ms + self._silence_ms - self._life.now_ms
         if left_ms > 0:
             self._life.after(left_ms, self._watch, session)
         else:
@@ -151,7 +150,7 @@ class Client:
         if self.end is not None:
             self.end.close()
         self.end, self._outbox = None, None
-        lasted_ms = self._world.now_ms - self._started_ms
+        lasted_ms = self._life.now_ms - self._started_ms
         stable = lasted_ms >= STABLE_SESSION_MS and self.last_heard_ms >= self._started_ms
         self._backoff_ms = FIRST_BACKOFF_MS if stable else min(2 * self._backoff_ms, MAX_BACKOFF_MS)
         self._life.after(self._world.between((self._backoff_ms // 2, self._backoff_ms)), self._connect)

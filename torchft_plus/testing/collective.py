@@ -113,7 +113,7 @@ class Collective:
             return
         self._complete.add(key)
         for seat in self.seats.values():
-            seat.life.after(self._world.delay_ms(), self._finish, seat, key)
+            seat.life.after(self._delay_ms(seat), self._finish, seat, key)
 
     def _finish(self, seat: Seat, key: tuple[int, int]) -> None:
         operation = seat.operations[key]
@@ -124,6 +124,14 @@ class Collective:
             return
         inputs = [other.operations[key].gradient for other in self.seats.values()]
         operation.end(None, None, tuple(sorted(g for g in inputs if g is not None)))
+
+    def _delay_ms(self, seat: Seat) -> int:
+        """How long data takes to ``seat``: as long as the slowest link to it."""
+        if self._network.is_whole:
+            return self._world.delay_ms()
+        sources = {other.life.host: None for other in self.seats.values() if other is not seat}
+        delays = [self._network.delay_ms(source, seat.life.host) for source in sources]
+        return max(delays, default=0)
 
     def broken_by(self, culprit: Seat, silently: bool) -> None:
         """A member is gone: what the others run fails now, later, or (a silent loss) not before a deadline."""

@@ -97,7 +97,7 @@ class Fetch:
         reader: Life,
         head: Head,
         donors: list[str],
-        on_first_byte: Callable[[], None],
+        on_first_byte: Callable[[str], None],
         on_end: Callable[[Fetch, State | None, str], None],
     ) -> None:
         self.head = head
@@ -123,6 +123,7 @@ class Fetch:
         if self.cancelled:
             return
         if not self._left:
+            self._world.hit("a fetch fails")
             self._on_end(self, None, "no donor serves it")
             return
         donor = self._left[int(self._world.random.random() * len(self._left))]
@@ -130,10 +131,11 @@ class Fetch:
         answer = server.acquire(self.head) if server is not None else None
         timeouts = self._world.settings.timeouts
         if isinstance(answer, State):
-            self._on_first_byte()
-            self._reader.after(
-                self._world.between(self._world.settings.transfer_ms), self._got, donor, answer
-            )
+            self._on_first_byte(donor)
+            host = self._directory.servers[donor][0].host
+            delay_ms = self._directory.network.delay_ms(host, self._reader.host)
+            transfer_ms = self._world.between(self._world.settings.transfer_ms)
+            self._reader.after(delay_ms + transfer_ms, self._got, donor, answer)
             return
         limit_ms = timeouts.transfer_stall_ms * (1 if server is None else 4)
         if isinstance(answer, str) or self._waited_ms > limit_ms:
@@ -146,7 +148,9 @@ class Fetch:
         if self.cancelled:
             return
         server = self._directory.reachable(self._reader, donor)
-        if server is None or self.head not in server.versions:
+        bad = not self._world.calm and self._world.chance(self._world.settings.bad_transfer_chance)
+        if server is None or self.head not in server.versions or bad:
+            self._world.hit("a transfer is bad" if bad else "a donor is lost in mid-transfer")
             self._left.remove(donor)
             self._reader.after(POLL_MS, self._try)
         else:

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from torchft_plus.testing.simulation import Simulation
 
 PROFILES: dict[str, dict[str, int]] = {
-    "crash": {"crash": 10},
-    "death": {"crash": 6, "power_loss": 3, "lighthouse_crash": 2},
+    "crash": {"crash": 8, "rank_death": 2},
+    "death": {"crash": 6, "rank_death": 1, "power_loss": 3, "lighthouse_crash": 2},
     "network": {"partition": 6, "one_way": 4, "break": 6, "isolate": 4, "no_lighthouse": 4, "crash": 2},
+    "slow": {"slow_link": 8, "forget": 4, "flap": 4, "break": 2, "crash": 3},
     "pause": {"pause": 8, "freeze_rank": 4, "stall": 4, "crash": 2, "lighthouse_pause": 2},
     "lighthouse": {
         "lighthouse_crash": 6,
@@ -25,19 +26,35 @@ PROFILES: dict[str, dict[str, int]] = {
         "crash": 4,
         "no_lighthouse": 3,
     },
+    "store": {"store_fails": 8, "lighthouse_second": 3, "lighthouse_crash": 2, "crash": 6, "break": 2},
+    "clock": {
+        "clock_step": 6,
+        "lighthouse_disk": 3,
+        "lighthouse_second": 2,
+        "lighthouse_pause": 2,
+        "deaf": 5,
+        "crash": 6,
+        "power_loss": 2,
+    },
     "members": {"leave": 5, "crash": 4, "power_loss": 2, "break": 2, "pause": 2, "object": 2},
     "joiners": {"crash": 8, "power_loss": 2, "break": 2},
+    "transfer": {"crash": 5, "power_loss": 2, "isolate": 2, "pause": 2, "slow_link": 2, "leave": 1},
+    "link": {"crash": 5, "power_loss": 1, "break": 2, "pause": 1, "lighthouse_crash": 1},
     "names": {"duplicate": 5, "crash": 5, "power_loss": 3, "lighthouse_pause": 6, "break": 1},
     "outage": {"deaf": 6, "crash": 6, "hibernate": 3, "partition": 1},
     "windows": {"crash": 6, "power_loss": 2, "break": 2, "isolate": 2, "pause": 2, "leave": 1},
     "all": {
         "crash": 6,
+        "rank_death": 1,
         "power_loss": 2,
         "partition": 3,
         "one_way": 2,
         "isolate": 3,
         "no_lighthouse": 3,
         "break": 4,
+        "flap": 1,
+        "forget": 2,
+        "slow_link": 3,
         "pause": 4,
         "freeze_rank": 2,
         "stall": 2,
@@ -51,6 +68,8 @@ PROFILES: dict[str, dict[str, int]] = {
         "lighthouse_store": 2,
         "lighthouse_second": 1,
         "lighthouse_pause": 1,
+        "store_fails": 2,
+        "clock_step": 1,
     },
 }
 """Faults of a profile, with weights."""
@@ -70,6 +89,7 @@ class Faults:
     def plan(self) -> None:
         """Choose what will happen."""
         settings = self._world.settings
+        self._cut_link()
         for _ in range(settings.faults):
             kind = self._kinds[int(self._world.random.random() * len(self._kinds))]
             if self._world.chance(settings.aimed_chance):
@@ -101,9 +121,16 @@ class Faults:
             undo()
         self._undo.clear()
         self._simulation.network.heal()
+        self._cut_link()
+        self._simulation.lighthouse_disk.fails = False
         for group in self._simulation.launcher.all:
             for life in group.lives:
                 life.wake()
+
+    def _cut_link(self) -> None:
+        if self._world.settings.cut_link:
+            a, b = "host_replica_0", "host_replica_1"
+            self._simulation.network.cut_off([(a, b), (b, a)])
 
     # --- kinds -----------------------------------------------------------------------------------------------------------
 
@@ -116,6 +143,7 @@ class Faults:
                 return
             group = living[int(self._world.random.random() * len(living))]
         self._world.trace("fault", "{} at {}", kind, group.process)
+        self._world.hit(kind)
         getattr(self, f"_{kind}")(group)
 
     def _for_a_while(self, bounds: tuple[int, int], undo: Callable[[], None]) -> None:
@@ -127,6 +155,9 @@ class Faults:
 
     def _crash(self, group: Group) -> None:
         group.end(-9, "killed")
+
+    def _rank_death(self, group: Group) -> None:
+        group.rank_dies(self._world.between((0, group.ranks_count - 1)))
 
     def _power_loss(self, group: Group) -> None:
         group.end(-9, "power loss", silently=True)
@@ -203,6 +234,34 @@ class Faults:
             end = ends[int(self._world.random.random() * len(ends))]
             self._simulation.network.break_connection(end, "reset by a proxy")
 
+    def _forget(self, group: Group) -> None:
+        """A router forgets a connection: both sides go on sending, and nobody reads it."""
+        ends = [end for life in group.lives for end in life.ends]
+        if ends:
+            self._simulation.network.lose_silently(ends[int(self._world.random.random() * len(ends))])
+
+    def _flap(self, group: Group) -> None:
+        """The stream to the Lighthouse breaks again and again; what is in flight on the older ones is read late."""
+        for _ in range(self._world.between((2, 5))):
+            self._world.scheduler.after(self._world.between((0, 300)), self._break_stream, group)
+
+    def _break_stream(self, group: Group) -> None:
+        for end in list(group.lives[0].ends):
+            if end.peer is not None and end.peer.life.host == LIGHTHOUSE_ADDRESS:
+                self._simulation.network.break_connection(end, "reset by a proxy")
+
+    def _slow_link(self, group: Group) -> None:
+        """Everything to and from a host, or between two, takes long for a while."""
+        others = [f"host_{r}" for r in self._simulation.launcher.groups if f"host_{r}" != group.host]
+        others.append(LIGHTHOUSE_ADDRESS)
+        if self._world.chance(0.5):
+            others = [others[int(self._world.random.random() * len(others))]]
+        pairs = [(group.host, other) for other in others] + [(other, group.host) for other in others]
+        low_ms = self._world.between((50, 400))
+        network = self._simulation.network
+        network.slow_down(pairs, (low_ms, self._world.between((low_ms, 2_000))))
+        self._for_a_while(self._duration(), lambda: network.quicken(pairs))
+
     def _pause(self, group: Group) -> None:
         """SIGSTOP of a whole group."""
         for life in group.lives:
@@ -249,6 +308,21 @@ class Faults:
         del group
         if self._simulation.lighthouse is not None:
             self._simulation.lighthouse.die_at_next_store("before" if self._world.chance(0.5) else "after")
+
+    def _store_fails(self, group: Group) -> None:
+        """The Lighthouse's disk is full, or away, for a while."""
+        del group
+        self._simulation.lighthouse_disk.fails = True
+        self._for_a_while(self._duration(), self._store_works)
+
+    def _store_works(self) -> None:
+        self._simulation.lighthouse_disk.fails = False
+
+    def _clock_step(self, group: Group) -> None:
+        """The next Lighthouse finds its clock set back, or forward."""
+        del group
+        self._simulation.clock_step_seconds += self._world.between((-20, 20))
+        self._simulation.crash_lighthouse(lose_disk=False)
 
     def _lighthouse_second(self, group: Group) -> None:
         """A new Lighthouse takes over while the old one still runs."""

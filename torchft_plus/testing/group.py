@@ -133,6 +133,12 @@ class Group:
         """A checkpoint is complete on disk."""
         self._event(lambda core: core.disk_saved(head))
 
+    def transfer_began(self, donor: str) -> None:
+        """A rank has the first byte of a state from ``donor``: what strikes in mid-transfer strikes there."""
+        for group in self.simulation.launcher.groups.values():
+            if any(rank.address == donor for rank in group.ranks):
+                self.simulation.faults.saw("transfer", group)
+
     def leave_wanted(self) -> None:
         """SIGTERM: every rank tells the leader."""
         for rank in range(self.ranks_count):
@@ -161,6 +167,16 @@ class Group:
             self.network.end_life(life, silently)
         self.simulation.launcher.group_ended(self, silently)
 
+    def rank_dies(self, rank: int) -> None:
+        """One process is gone; the others of its group end when they notice (rule M7)."""
+        if self.ended is None and self.lives[rank].alive:
+            self.world.trace(self.name, "rank {} dies", rank)
+            self.collectives.life_ended(self.lives[rank], silently=False)
+            self.network.end_life(self.lives[rank])
+            self.world.scheduler.after(
+                self.world.between((1, 60)), self.end, 75, f"rank {rank} was lost: its connection broke"
+            )
+
     def rank_frozen(self, rank: int) -> None:
         """A rank that is frozen for too long is lost to the others of its group, and so is the group (rule M7)."""
         if self.ended is None and self.ranks_count > 1 and self.lives[rank].paused:
@@ -184,7 +200,7 @@ class Group:
             if len(self._readies) == self.ranks_count:
                 self._all_ready()
             return
-        now = self.world.now_ms
+        now = self.lives[0].now_ms
         if body == "leave_wanted":
             self._event(lambda core: core.leave_wanted(idle=False))
         elif body == "posted":
@@ -222,7 +238,7 @@ class Group:
         return self.core.greet()
 
     def _on_lighthouse(self, message: Down) -> None:
-        now = self.world.now_ms
+        now = self.lives[0].now_ms
         self.world.trace(self.name, "hears {}", message)
         self._event(lambda core: core.heard(now))
         if isinstance(message, Form):
@@ -248,8 +264,8 @@ class Group:
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, SendPeers):
+                self.oracle.sends_peers(self, effect.frame)
                 if self._mesh is not None and self._mesh.quorum.id == effect.quorum_id:
-                    self.oracle.sends_peers(self, effect.frame)
                     self._mesh.send(effect.frame)
                     self.simulation.faults.saw(effect.frame.WhichOneof("body") or "", self)
             elif isinstance(effect, Tell):
@@ -307,7 +323,7 @@ class Group:
         self._mesh.connect(self.simulation.hosts)
 
     def _on_peer_frame(self, quorum_id: int, rank: int, frame: pb.PeerFrame) -> None:
-        now = self.world.now_ms
+        now = self.lives[0].now_ms
         self._event(lambda core: core.peer_frame(quorum_id, rank, frame, now))
 
     def _arm_timer(self) -> None:
@@ -316,8 +332,8 @@ class Group:
             self._timer = None
         deadline_ms = self.core.deadline_ms() if self.core is not None else None
         if deadline_ms is not None:
-            self._timer = self.lives[0].after(deadline_ms - self.world.now_ms, self._tick)
+            self._timer = self.lives[0].after(deadline_ms - self.lives[0].now_ms, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
-        self._event(lambda core: core.tick(self.world.now_ms))
+        self._event(lambda core: core.tick(self.lives[0].now_ms))

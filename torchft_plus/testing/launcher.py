@@ -93,6 +93,9 @@ class Launcher:
             self.start(group.process.replica_id)
 
     def _report(self, process: Process) -> None:
+        """Until it is answered; an answer may be lost, and the report comes again."""
         lighthouse = self._simulation.lighthouse
         if lighthouse is None or not lighthouse.exit_seen(process):
             self._world.scheduler.after(REPORT_EVERY_MS, self._report, process)
+        elif not self._world.calm and self._world.chance(0.1):
+            self._world.scheduler.after(self._world.between((10, 3_000)), self._report, process)

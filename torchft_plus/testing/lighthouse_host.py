@@ -36,8 +36,10 @@ OWNER_CHECK_MS = 1_000
 class Disk:
     """What survives a Lighthouse."""
 
-    def __init__(self) -> None:
+    def __init__(self, fails: bool = False) -> None:
         self.record: Record | None = None
+        self.fails = fails
+        """It is full, or away: nothing can be read or written, and who tried does not know what was."""
 
     def accepts(self, expected_epoch: int | None) -> bool:
         """True if the stored epoch is ``expected_epoch``."""
@@ -53,6 +55,9 @@ class Lighthouse:
         self.disk = disk
         self.life = Life(self.world, LIGHTHOUSE_ADDRESS, f"lighthouse.{number}")
         heartbeat_ms = self.world.settings.timeouts.heartbeat_timeout_ms
+        self.started_ms = self.world.now_ms
+        self._unsettled = False
+        self._unanswered: list[End] = []
         self._clock = RunningClock(max(2 * TICK_MS, min(1_000, heartbeat_ms // 2)))
         self._sessions: dict[tuple[Process, int], End] = {}
         self._die_at_store = ""
@@ -83,6 +88,10 @@ class Lighthouse:
         """True if ``process`` was let go in good order: what it holds is its own affair now."""
         return "left in good order" in (self.core.gone_because(process) or "")
 
+    def counts(self, process: Process) -> bool:
+        """True if ``process`` is here and gives up the last quorum."""
+        return any(view.process == process and view.asked for view in self.core.view(0).peers)
+
     def connected(self, process: Process) -> bool:
         """True if ``process`` has an open session here."""
         return any(key[0] == process for key in self._sessions)
@@ -101,6 +110,8 @@ class Lighthouse:
         """A launcher's report; False if it has to come again."""
         if not self.alive or self.life.paused:
             return False
+        if self.core.gone_because(process) is not None:
+            self.world.hit("an exit is reported again")
         self.world.trace(self.life.name, "is told that {} has exited", process)
         self._handle(ExitSeen(process))
         return True
@@ -117,18 +128,20 @@ class Lighthouse:
                 if (message.process, message.session) in self._sessions:
                     end.close()
                     return
+                if any(process == message.process for process, _ in self._sessions):
+                    self.world.hit("a process is heard on two streams")
                 key.append((message.process, message.session))
                 self._sessions[key[0]] = end
                 self.world.trace(
                     self.life.name, "session {} of {}: {}", message.session, message.process, message.hello
                 )
                 self._handle(Connected(message.process, message.session, message.hello))
-                end.send(BeatAnswer())
+                self._answer(end)
             elif not key:
                 end.close()
             elif isinstance(message, Beat):
                 self._handle(Received(*key[0], message))
-                end.send(BeatAnswer())
+                self._answer(end)
             elif isinstance(message, Ask | Fault):
                 self.world.trace(self.life.name, "hears from {}: {}", key[0][0], message)
                 self._handle(Received(*key[0], message))
@@ -150,17 +163,40 @@ class Lighthouse:
 
     # --- the core ------------------------------------------------------------------------------------------------------
 
+    def _answer(self, end: End) -> None:
+        """After what the core has to say: see ``Job.answer``."""
+        if self._unsettled:
+            self._unanswered.append(end)
+        else:
+            end.send(BeatAnswer())
+
     def _read_clock(self) -> int:
-        now_ms, paused = self._clock.read(self.world.now_ms)
+        now_ms, paused = self._clock.read(self.life.now_ms)
         if paused:
             self._run(self.core.handle(Resumed(), now_ms))
         return now_ms
 
     def _handle(self, event: Event) -> None:
+        """What comes together is decided together."""
+        if not self.alive:
+            return
+        now_ms = self._read_clock()
+        if self.alive and self.core.note(event, now_ms):
+            if self._unsettled:
+                self.world.hit("events are decided together")
+            else:
+                self._unsettled = True
+                self.life.after(self.world.between(self.world.settings.settle_ms), self._settle)
+
+    def _settle(self) -> None:
+        now_ms = self._read_clock()
+        self._unsettled = False
         if self.alive:
-            now_ms = self._read_clock()
+            self._run(self.core.tick(now_ms))
+        unanswered, self._unanswered = self._unanswered, []
+        for end in unanswered:
             if self.alive:
-                self._run(self.core.handle(event, now_ms))
+                end.send(BeatAnswer())
 
     def _tick(self) -> None:
         now_ms = self._read_clock()
@@ -173,7 +209,9 @@ class Lighthouse:
 
     def _check_owner(self) -> None:
         record = self.disk.record
-        if record is not None and record.epoch != self.core.stored_epoch:
+        if self.disk.fails:
+            self.die("the store cannot be read")
+        elif record is not None and record.epoch != self.core.stored_epoch:
             self.die("another Lighthouse has taken over the store")
         self.life.after(OWNER_CHECK_MS, self._check_owner)
 
@@ -188,7 +226,7 @@ class Lighthouse:
             if isinstance(effect, Store):
                 self._store(effect)
             elif isinstance(effect, Send):
-                self.simulation.oracle.sent(effect.process, effect.message, self.disk.record)
+                self.simulation.oracle.sent(self, effect.process, effect.message, self.disk.record)
                 end = self._sessions.get((effect.process, effect.session))
                 if end is not None:
                     end.send(effect.message)
@@ -201,6 +239,8 @@ class Lighthouse:
             else:
                 assert isinstance(effect, Note)
                 self.world.trace(self.life.name, "{}", effect.text)
+                if effect.kind == "announce":
+                    self.simulation.oracle.announced(self, effect.fields["text"])
                 if effect.kind == "lost" and "replaced by" in effect.fields["reason"]:
                     fields = effect.fields
                     self.simulation.oracle.replaced(Process(fields["replica_id"], fields["incarnation"]))
@@ -213,8 +253,18 @@ class Lighthouse:
         if not self.disk.accepts(effect.expected_epoch):
             self.die("another Lighthouse has taken over the store")
             return
+        if self.disk.fails and self.world.chance(0.7):
+            self._store_failed()
+            return
         self.disk.record = effect.record
         self.simulation.oracle.stored(self, effect.record, self._q_stored)
         self._q_stored = effect.record.q_last
-        if forms and self._die_at_store == "after":
+        if self.disk.fails:
+            self._store_failed()
+        elif forms and self._die_at_store == "after":
             self.die("crashed after the write")
+
+    def _store_failed(self) -> None:
+        """Whether the record was written or not: this Lighthouse has no say any more."""
+        self.world.hit("the store fails")
+        self.die("the store cannot be written")

@@ -1,10 +1,16 @@
 """A fake network of connections: ordered within one, delayed, held up by partitions, broken with what is in flight.
 
-And *lives*: what runs on a host until it dies, and may be paused. A paused life reads nothing; what reached it waits.
+A connection is what TCP makes of it: nothing is lost, repeated or overtaken within one. What is in flight is lost with the
+connection, a *dead* one (a router has forgotten it) loses all that is sent from then on and tells nobody, and connections
+overtake each other: so who reconnects and says everything again is heard twice, in any order.
+
+And *lives*: what runs on a host until it dies, and may be paused. A paused life reads nothing; what reached it waits. Each
+has a clock that runs a little too fast or too slow.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -26,9 +32,15 @@ class Life:
         self.paused = False
         self.woken_ms = 0
         """When the last pause ended."""
+        self.clock_rate = world.clock_rate()
         self.ends: dict[End, None] = {}
         self.addresses: list[str] = []
         self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+
+    @property
+    def now_ms(self) -> int:
+        """Monotonic time as this host counts it."""
+        return int(self.world.now_ms * self.clock_rate)
 
     def run(self, call: Callable[..., None], *arguments: Any) -> None:
         """Run ``call`` in this life: now, after the pause, or never."""
@@ -40,8 +52,8 @@ class Life:
             call(*arguments)
 
     def after(self, delay_ms: float, call: Callable[..., None], *arguments: Any):
-        """Run ``call`` in this life in ``delay_ms``."""
-        return self.world.scheduler.after(delay_ms, self.run, call, *arguments)
+        """Run ``call`` in this life in ``delay_ms`` of its own clock."""
+        return self.world.scheduler.after(math.ceil(delay_ms / self.clock_rate), self.run, call, *arguments)
 
     def pause(self) -> None:
         """SIGSTOP."""
@@ -68,6 +80,8 @@ class End:
         self.life = life
         self.peer: End | None = None
         self.closed = False
+        self.dead = False
+        """What is sent to this end from now on never arrives, and nobody is told."""
         self._on_message: Deliver | None = None
         self._on_lost: Lost | None = None
         self._queue: deque[Any] = deque()
@@ -89,9 +103,13 @@ class End:
 
     def put(self, message: Any) -> None:
         """A message is on its way to this end."""
+        if self.dead:
+            return
         world = self.network.world
         self._queue.append(message)
-        self._last_ms = max(self._last_ms, world.now_ms + world.delay_ms())
+        source = self.peer.life.host if self.peer is not None else self.life.host
+        delay_ms = self.network.delay_ms(source, self.life.host)
+        self._last_ms = max(self._last_ms, world.now_ms + delay_ms)
         world.scheduler.after(self._last_ms - world.now_ms, self._arrive)
 
     def close(self) -> None:
@@ -153,10 +171,11 @@ class Network:
     def __init__(self, world: World) -> None:
         self.world = world
         self._blocked: set[tuple[str, str]] = set()
+        self._slow: dict[tuple[str, str], tuple[int, int]] = {}
         self._held: dict[tuple[str, str], list[Callable[[], None]]] = {}
         self._listeners: dict[str, tuple[Life, Callable[[End], None]]] = {}
         self.healed_ms = 0
-        """When the last partition healed."""
+        """When the last partition healed, or the last slow link became quick again."""
         self.dark: set[str] = set()
         """Addresses whose machine lost its power: nobody answers, not even to refuse."""
 
@@ -167,9 +186,9 @@ class Network:
         return (source, target) in self._blocked
 
     @property
-    def is_blocked(self) -> bool:
-        """True while there is any partition."""
-        return bool(self._blocked)
+    def is_whole(self) -> bool:
+        """True while there is no partition and no slow link."""
+        return not self._blocked and not self._slow
 
     def cut_off(self, pairs: list[tuple[str, str]]) -> None:
         """Block directed pairs of hosts."""
@@ -178,6 +197,8 @@ class Network:
 
     def heal(self, pairs: list[tuple[str, str]] | None = None) -> None:
         """Let directed pairs pass again (None: all); what was held up arrives."""
+        if pairs is None:
+            self.quicken(list(self._slow))
         pairs = sorted(self._blocked) if pairs is None else pairs
         if pairs:
             self.world.trace("network", "heals {}", pairs)
@@ -185,7 +206,23 @@ class Network:
         for pair in pairs:
             self._blocked.discard(pair)
             for call in self._held.pop(pair, []):
-                self.world.scheduler.after(self.world.delay_ms(), call)
+                self.world.scheduler.after(self.delay_ms(*pair), call)
+
+    def slow_down(self, pairs: list[tuple[str, str]], delay_ms: tuple[int, int]) -> None:
+        """Whatever passes between these directed pairs takes so long."""
+        self.world.trace("network", "takes {} ms between {}", delay_ms, pairs)
+        self._slow.update(dict.fromkeys(pairs, delay_ms))
+
+    def quicken(self, pairs: list[tuple[str, str]]) -> None:
+        """These are as quick as ever again."""
+        self.healed_ms = self.world.now_ms
+        for pair in pairs:
+            self._slow.pop(pair, None)
+
+    def delay_ms(self, source: str, target: str) -> int:
+        """How long something takes from ``source`` to ``target``."""
+        slow = self._slow.get((source, target))
+        return self.world.delay_ms() if slow is None else self.world.between(slow)
 
     def hold(self, source: str, target: str, call: Callable[[], None]) -> None:
         """Keep an arrival until the partition heals."""
@@ -236,13 +273,19 @@ class Network:
             else:
                 call(*arguments)
 
-        self.world.scheduler.after(self.world.delay_ms(), arrive)
+        self.world.scheduler.after(self.delay_ms(source, target), arrive)
 
     def break_connection(self, end: End, reason: str) -> None:
         """A proxy or switch resets a connection: both ends learn of it, not at once."""
         for one in (end, end.peer):
             if one is not None:
                 one.cut(reason)
+
+    def lose_silently(self, end: End) -> None:
+        """A router forgets a connection: nothing passes any more, and neither end is told."""
+        for one in (end, end.peer):
+            if one is not None:
+                one.dead = True
 
     def end_life(self, life: Life, silently: bool = False) -> None:
         """A process ends; its kernel closes its connections, unless the machine lost its power (``silently``)."""

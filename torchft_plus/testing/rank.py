@@ -29,7 +29,7 @@ Training = Generator[object, None, None]
 class Outcome:
     """How a step ended on this rank: what ``StepOutcome`` says, as far as the simulation needs it."""
 
-    __slots__ = ("contributed", "head", "kind", "positions", "result", "total_weight")
+    __slots__ = ("attempt", "contributed", "head", "kind", "positions", "result", "total_weight")
 
     def __init__(
         self,
@@ -39,9 +39,12 @@ class Outcome:
         result: tuple[Gradient, ...] = (),
         total_weight: float = 0.0,
         contributed: bool = False,
+        attempt: tuple[int, int, int] = (0, 0, 0),
     ) -> None:
         self.kind, self.head, self.positions = kind, head, positions or {}
         self.result, self.total_weight, self.contributed = result, total_weight, contributed
+        self.attempt = attempt
+        """Quorum, step and round of its data."""
 
 
 class Rank:
@@ -159,8 +162,9 @@ class Rank:
             self.world, self.group.directory, self.life, head, donors, self._first_byte, self._fetch_ended
         )
 
-    def _first_byte(self) -> None:
+    def _first_byte(self, donor: str) -> None:
         """The fetch writes into live tensors from now on."""
+        self.group.transfer_began(donor)
         self.content, self._fetch_torn = None, self._fetch_torn or self._updating
 
     def _fetch_ended(self, fetch: Fetch, state: State | None, reason: str) -> None:
@@ -375,11 +379,14 @@ class Rank:
         if self._objection and self._posted is not None:
             self._gradient, self._weight = None, 0.0
         stale = (self._objection and self._weight > 0) or (self._round == 0 and self.group.is_stale(self))
+        finite = not self.group.is_not_finite(self)
+        harmful = self._weight > 0 and not finite
+        self.group.oracle.posted((key[0], self.head.step + 1, key[1]), stale, not harmful)
         positions = {} if self._gradient is None else {self._gradient.replica_id: self._gradient.batch + 1}
         report = pb.RankPosted(
             attempt=self._attempt(key),
             stale=stale,
-            finite=not self.group.is_not_finite(self),
+            finite=finite,
             weight=self._weight,
             positions=positions,
             objects=self._objection,
@@ -429,14 +436,16 @@ class Rank:
         assert operation is not None and operation.ended and operation.error is None, (
             f"{self.name} is told to commit {word.head} without having its data"
         )
+        assert self._posted is not None
         self.head = to_head(word.head)
         self._round = 0
+        attempt = (self._posted[0], self.head.step, self._posted[1])
         self.leaving = word.leaving
-        self.asked_to_go_ms = self.world.now_ms
+        self.asked_to_go_ms = self.life.now_ms
         self.server.before_update()
         kind = "skipped" if word.skip else "applied"
         positions, contributed = dict(word.positions), word.contributed
-        return Outcome(kind, self.head, positions, operation.result, word.total_weight, contributed)
+        return Outcome(kind, self.head, positions, operation.result, word.total_weight, contributed, attempt)
 
     def _apply(self, outcome: Outcome) -> Training:
         if outcome.kind == "refused":
@@ -460,7 +469,7 @@ class Rank:
     def _may_leave(self) -> Generator[object, None, bool]:
         self.leaving = False
         deadline_ms = self.asked_to_go_ms + self.world.settings.timeouts.shutdown_ms
-        while self.world.now_ms < deadline_ms:
+        while self.life.now_ms < deadline_ms:
             if not self._mailbox:
                 yield 10
                 continue

@@ -14,6 +14,9 @@ from torchft_plus.testing.world import Settings
 
 T = TypeVar("T")
 TRACE_TAIL = 120
+SMALL_DRIFT = 0.005
+"""Two clocks then differ by 1 %: as much as rule L5 adds to the outage limit."""
+LARGE_DRIFT = 0.1
 
 
 def settings_of(seed: int, profile: str | None = None, **changes: Any) -> Settings:
@@ -50,6 +53,9 @@ def settings_of(seed: int, profile: str | None = None, **changes: Any) -> Settin
         chaos_ms=pick((3_000, 5_000, 8_000)),
         window=pick((0, 0, 0, 2, 5, 20)),
         fragments=pick((1, 2, 3)),
+        settle_ms=pick(((0, 0), (0, 3), (0, 30))),
+        clock_drift=pick((0.0, 0.0, SMALL_DRIFT)),
+        bad_transfer_chance=pick((0.0, 0.0, 0.2)),
     )
     if profile is not None:
         changes["profile"] = profile
@@ -74,11 +80,37 @@ def _fit(settings: Settings) -> Settings:
         # Semi-synchronous runs; joiners whose state comes within a window as well as within a sync.
         window = settings.window or 4
         return replace(settings, window=window, compute_ms=(1, 2 * settings.compute_ms[1] // window + 2))
+    if settings.profile == "transfer":
+        slow = replace(settings, equal_start=False, transfer_ms=(300, 1_500), bad_transfer_chance=0.3)
+        return replace(slow, min_replicas=1, aimed_chance=0.9, moments=("transfer", "transfer", "behind"))
+    if settings.profile == "link":
+        return replace(settings, cut_link=True, groups=max(3, settings.groups), min_replicas=1)
+    if settings.profile == "clock":
+        return _with_bad_clocks(settings)
     if settings.profile == "outage":
         # The limit has to be reached within the run, and whoever is left has to found anew.
         timeouts = replace(settings.timeouts, outage_limit_ms=2_000)
         return replace(settings, timeouts=timeouts, min_replicas=1, chaos_ms=12_000, restart_timeout_ms=200)
     return settings
+
+
+def _with_bad_clocks(settings: Settings) -> Settings:
+    """Either clocks for which rule L5 allows and outages up to the limit, or worse clocks and no such outage."""
+    if settings.seed % 2 == 0:
+        timeouts = replace(settings.timeouts, outage_limit_ms=600_000)
+        return replace(settings, timeouts=timeouts, clock_drift=LARGE_DRIFT)
+    timeouts = replace(settings.timeouts, outage_limit_ms=4_000)
+    return replace(
+        settings,
+        timeouts=timeouts,
+        clock_drift=SMALL_DRIFT,
+        chaos_ms=14_000,
+        restart_timeout_ms=0,
+        min_replicas=1,
+        compute_ms=(5, 40),
+        delay_ms=(0, 2),
+        slow_message_chance=0.0,
+    )
 
 
 def run_seed(seed: int, profile: str | None = None) -> Report:

@@ -51,14 +51,23 @@ class Simulation:
         self.faults = Faults(self)
         self.hosts: dict[str, str] = {}
         self.lighthouse: Lighthouse | None = None
+        self.clock_step_seconds = 0
+        """How wrong the clock is that epochs begin with."""
         self._lighthouses = 0
+        self._highest_clock_seconds = 0.0
 
     # --- the Lighthouse ------------------------------------------------------------------------------------------------
 
     def start_lighthouse(self) -> None:
         """Start a Lighthouse at the known address; an older one may still run."""
         self._lighthouses += 1
-        clock_seconds = 1_000 + self.world.now_ms / 1_000
+        clock_seconds = 1_000 + self.world.now_ms / 1_000 + self.clock_step_seconds
+        if self.lighthouse_disk.record is None:
+            # Assumed: a clock that stands behind an earlier start, and the loss of the store, do not come together.
+            clock_seconds = max(clock_seconds, self._highest_clock_seconds + 0.001)
+        elif clock_seconds <= self._highest_clock_seconds:
+            self.world.hit("the clock is behind an earlier start")
+        self._highest_clock_seconds = max(self._highest_clock_seconds, clock_seconds)
         self.lighthouse = Lighthouse(self, self._lighthouses, self.lighthouse_disk, clock_seconds)
         self.lighthouse.start()
 
@@ -67,7 +76,7 @@ class Simulation:
         if self.lighthouse is not None:
             self.lighthouse.die("crashed")
         if lose_disk:
-            self.lighthouse_disk = Disk()
+            self.lighthouse_disk = Disk(self.lighthouse_disk.fails)
             self.oracle.disk_lost = True
 
     def _keep_lighthouse(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
 
@@ -11,7 +11,18 @@ from lighthouse.timeouts import Timeouts
 from torchft_plus.testing.scheduler import Scheduler
 
 TRACE_LINES = 4_000
-MOMENTS = ("quorum", "revoked", "fault", "commit", "behind", "level", "refused", "vote", "block")
+MOMENTS = (
+    "quorum",
+    "revoked",
+    "fault",
+    "commit",
+    "behind",
+    "level",
+    "refused",
+    "vote",
+    "block",
+    "transfer",
+)
 """What an aimed fault may wait for."""
 
 
@@ -49,6 +60,14 @@ class Settings:
     delay_ms: tuple[int, int] = (0, 8)
     slow_message_chance: float = 0.02
     slow_message_ms: int = 200
+    clock_drift: float = 0.0
+    """How much faster or slower than true time a clock may run, as a share."""
+    settle_ms: tuple[int, int] = (0, 0)
+    """How long the Lighthouse reads before it decides on all that it has read."""
+    cut_link: bool = False
+    """The first two groups can never reach each other, also when the faults are over."""
+    bad_transfer_chance: float = 0.0
+    """A transfer ends with a broken connection, or with bytes that do not match their checksum."""
     profile: str = "all"
     """Which faults: see ``faults.PROFILES``."""
     faults: int = 8
@@ -81,6 +100,8 @@ class World:
         self.scheduler = Scheduler(self.random)
         self.calm = False
         """Faults are over: everything is quick and whole."""
+        self.hits: Counter[str] = Counter()
+        """How often something happened that a schedule should bring about."""
         self.keep_trace = trace
         self._trace: deque[tuple[int, str, str, tuple[object, ...]]] = deque(maxlen=TRACE_LINES)
 
@@ -110,8 +131,17 @@ class World:
         low, high = bounds
         return low + int(self.random.random() * (high - low + 1))
 
+    def clock_rate(self) -> float:
+        """How fast a new clock runs."""
+        drift = self.settings.clock_drift
+        return 1.0 if not drift else 1 + drift if self.chance(0.5) else 1 - drift
+
+    def hit(self, what: str) -> None:
+        """Note that it happened."""
+        self.hits[what] += 1
+
     def delay_ms(self) -> int:
-        """How long a message takes."""
+        """How long a message takes that nothing slows down."""
         if not self.calm and self.chance(self.settings.slow_message_chance):
             return self.between((0, self.settings.slow_message_ms))
         return self.between(self.settings.delay_ms)
