@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import signal
+from pathlib import Path
 
 import pytest
+import torch
 from cluster import Cluster, MakeCluster, finish, started
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
@@ -117,7 +121,60 @@ def test_a_lost_rank_loses_its_group_only(make_cluster: MakeCluster, rank: int) 
     finish(cluster, groups, ["replica_0"], ranks=2)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(50, marks=[pytest.mark.long, pytest.mark.timeout(1800)])])
+def test_all_groups_are_lost_at_once_and_go_on_from_the_newest_disk(
+    make_cluster: MakeCluster, tmp_path: Path
+) -> None:
+    """Rule L5: each group has checkpoints on a disk of its own, of other steps; the newest one is streamed to the rest."""
+    every = {"replica_0": 1000, "replica_1": 4, "replica_2": 9}
+    cluster = make_cluster(expected=3, checkpoints=tmp_path)
+    for life in range(2):
+        for group in GROUPS:
+            cluster.start(group, checkpoint_every=every[group])
+        reached = max(cluster.step(group) for group in GROUPS)
+        for group in GROUPS:
+            cluster.until_step(group, reached + 10, timeout_s=90)
+        if life == 1:
+            break
+        for group in GROUPS:
+            cluster.kill(group)
+        last = max(cluster.step(group) for group in GROUPS)
+        heads = {
+            path.stem: torch.load(path, weights_only=True)["head"] for path in sorted(tmp_path.glob("*.pt"))
+        }
+    newest = max(heads.values(), key=lambda head: (head[1], head[0]))
+    source = next(group for group, head in heads.items() if head == newest)
+    formed = cluster.lighthouse_events("formed")
+    restart = next(event for event in formed if event["base_step"] == newest[0])
+    ids = [event["quorum_id"] for event in formed]
+    assert ids == sorted(set(ids))
+    assert restart["quorum_id"] > newest[1]
+    told = "\n".join(event["text"] for event in cluster.lighthouse_events("announce"))
+    loss = re.search(rf"training goes on from step {newest[0]}, (\d+) steps are lost", told)
+    # It knows the steps that members told it of, which they do with each heartbeat.
+    assert loss is not None, told
+    assert int(loss[1]) <= last - newest[0]
+    for group in GROUPS:
+        fetched = [
+            event for event in cluster.events(group, "fetched") if event["time"] > start_of(cluster, group)
+        ]
+        assert [event["step"] for event in fetched] == ([] if group == source else [newest[0]])
+        assert [event["recorded_steps"] >= 0 for event in cluster.events(group, "caught_up")] == [True] * len(fetched)
+    for group in GROUPS:
+        cluster.signal(group, signal.SIGTERM)
+    for group in GROUPS:
+        assert cluster.wait(group, 60) == 0, cluster.logs()
+    cluster.assert_digests_equal(GROUPS, at_least=10)
+
+
+def many_kills() -> int:
+    """How many kills the long test makes: 50, or what E2E_KILLS says (some seconds each)."""
+    return int(os.environ.get("E2E_KILLS", "50"))
+
+
+@pytest.mark.parametrize(
+    "kills",
+    [4, pytest.param(many_kills(), marks=[pytest.mark.long, pytest.mark.timeout(300 + 30 * many_kills())])],
+)
 def test_random_kills(make_cluster: MakeCluster, kills: int) -> None:
     """Random victims at random moments, one or two at a time, some of them killed again while they heal."""
     cluster = started(make_cluster, GROUPS, state_mb=8)

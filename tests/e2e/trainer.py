@@ -2,7 +2,9 @@
 
 Environment: what Manager reads, and TRAINER_STEPS, TRAINER_STEP_MS (sleep in each step, a stand-in for computing), TRAINER_WIDTH
 (of the model), TRAINER_STATE_MB (ballast in the state), TRAINER_TIMEOUT_MS, TRAINER_FSDP (1: FSDP2 inside the group),
-TRAINER_CATCH_UP_MAX_STEPS, TRAINER_GIL_DEADLOCK_AFTER (so many steps of this process it holds the GIL for ever; 0: never).
+TRAINER_CHECKPOINT_EVERY (so many steps a checkpoint is written to the folder TRAINER_CHECKPOINTS, and loaded at the start;
+0: never), TRAINER_CATCH_UP_MAX_STEPS, TRAINER_GIL_DEADLOCK_AFTER (so many steps of this process it holds the GIL for ever;
+0: never).
 """
 
 from __future__ import annotations
@@ -13,11 +15,14 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from lighthouse.messages import Head
 from torchft_plus import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 
@@ -30,6 +35,27 @@ def build_model(width: int) -> nn.Module:
     return nn.Sequential(
         nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
     )
+
+
+class Checkpoints:
+    """One file on this group's own disk, replaced as a whole; it names the head that it is of."""
+
+    def __init__(self, manager: Manager, path: Path, parts: dict[str, Any]) -> None:
+        self._manager, self._path, self._parts = manager, path, parts
+
+    def load(self) -> None:
+        if self._path.exists():
+            saved = torch.load(self._path, weights_only=True)
+            for name, part in self._parts.items():
+                part.load_state_dict(saved[name])
+            self._manager.restore_head(Head(*saved["head"]))
+
+    def save(self) -> None:
+        head = self._manager.head()
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        torch.save({**parts, "head": [head.step, head.quorum_id]}, self._path.with_suffix(".new"))
+        self._path.with_suffix(".new").replace(self._path)
+        self._manager.disk_saved(head)
 
 
 def manual_step(manager: Manager, optimizer: torch.optim.Optimizer) -> None:
@@ -79,6 +105,14 @@ def main() -> None:
     ballast = torch.zeros(setting("STATE_MB", 0) * 262_144)
     manager.state.register_tensors("ballast", lambda: {"ballast": ballast}, advanced_by_optimizer=True)
     replica = manager.replica_id()
+    checkpoint_every = setting("CHECKPOINT_EVERY", 0)
+    checkpoints = Checkpoints(
+        manager,
+        Path(os.environ.get("TRAINER_CHECKPOINTS", ".")) / f"{replica}.pt",
+        {"model": model, "optimizer": inner, "scheduler": scheduler},
+    )
+    if checkpoint_every:
+        checkpoints.load()
     seed = sum(replica.encode())
     deadlock_after, turns = setting("GIL_DEADLOCK_AFTER", 0), 0
     while manager.current_step() < steps:
@@ -98,6 +132,12 @@ def main() -> None:
             optimizer.step()
         if manager.current_step() > before:
             scheduler.step()
+            if (
+                checkpoint_every
+                and manager.is_participating()
+                and manager.current_step() % checkpoint_every == 0
+            ):
+                checkpoints.save()
     manager.shutdown()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -466,6 +466,15 @@ class Manager:
         self._obstacles = self.state.obstacles_to_catch_up()
         for obstacle in self._obstacles:
             logger.info("a joiner will let the others wait for its download, because %s", obstacle)
+        if not self._obstacles:
+            size_bytes = self.state.gradient_bytes()
+            logger.info(
+                "while this group is behind it keeps up to catch_up_max_steps=%d steps of gradients: %.1f MB of host"
+                " memory each, %.1f MB in all",
+                self.catch_up.max_steps,
+                size_bytes / 1e6,
+                self.catch_up.max_steps * size_bytes / 1e6,
+            )
         ready = pb.RankReady(
             initial_digest=self.state.digest(),
             layout_digest=self._layout_digest(),
@@ -501,6 +510,8 @@ class Manager:
             raise ManagerError("the state was fetched, but the recorded steps could not be replayed")
         for reduction in self._attached:
             reduction.caught_up()
+        steps, size_bytes = self.catch_up.peak
+        self._events.emit("caught_up", step=self._loop.head.step, recorded_steps=steps, size_bytes=size_bytes)
         self._fetcher.reset()
         self.catch_up.reset()
         self._overflows = 0

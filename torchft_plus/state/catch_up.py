@@ -142,6 +142,7 @@ class CatchUp:
         self._max_steps = max_steps
         self._advanced: set[tuple[int, int, str]] = set()
         self._steps: deque[_Step] = deque()
+        self._size_bytes = self._peak_bytes = self._most_steps = 0
         self.reset()
 
     def begin(self, base: Head) -> None:
@@ -155,8 +156,13 @@ class CatchUp:
         self._values_taken = False
         self._loaded: Head | None = None
         self._overflown = False
-        self._steps.clear()
+        self._clear()
+        self._peak_bytes = self._most_steps = 0
         self._advanced.clear()
+
+    def _clear(self) -> None:
+        self._steps.clear()
+        self._size_bytes = 0
 
     @property
     def values_taken(self) -> bool:
@@ -171,7 +177,17 @@ class CatchUp:
     @property
     def size_bytes(self) -> int:
         """Memory of the recorded gradients."""
-        return sum(step.size_bytes() for step in self._steps)
+        return self._size_bytes
+
+    @property
+    def peak(self) -> tuple[int, int]:
+        """Most steps that waited at once since ``begin``, and the most memory that they took, in bytes."""
+        return self._most_steps, self._peak_bytes
+
+    @property
+    def max_steps(self) -> int:
+        """How many steps may be recorded."""
+        return self._max_steps
 
     def take_values(self, timeout_ms: int) -> bool:
         """Apply the plain values of the base as soon as a manifest is there. Only while at the base.
@@ -217,14 +233,18 @@ class CatchUp:
             return
         if len(self._steps) == self._max_steps:
             self._overflown = True
-            self._steps.clear()
+            size_bytes = self._size_bytes
+            self._clear()
             raise StateError(
-                f"more than {self._max_steps} steps were committed while this replica fetched its state: "
-                "raise "
-                "catch_up_max_steps above the number of steps that a transfer takes, or make the transfer "
-                "faster"
+                f"more than {self._max_steps} steps ({size_bytes / 1e6:.1f} MB of gradients) were committed while this "
+                "replica fetched its state: raise catch_up_max_steps above the number of steps that a transfer "
+                "takes, or make the transfer faster"
             )
-        self._steps.append(_Step(head, tuple(_save_update(optimizer) for optimizer in optimizers)))
+        step = _Step(head, tuple(_save_update(optimizer) for optimizer in optimizers))
+        self._steps.append(step)
+        self._size_bytes += step.size_bytes()
+        self._most_steps = max(self._most_steps, len(self._steps))
+        self._peak_bytes = max(self._peak_bytes, self._size_bytes)
 
     def replay(self, received: FetchReport | LoadPlan, budget_ms: float | None = None) -> bool:
         """Load the version if it was not yet, and run recorded steps, at a boundary.
@@ -247,7 +267,7 @@ class CatchUp:
         while self._steps:
             for update in self._steps[0].updates:
                 self._run(update)
-            self._steps.popleft()
+            self._forget_first()
             if budget_ms is not None and self._steps and 1000 * (time.monotonic() - started) >= budget_ms:
                 return False
         return True
@@ -271,8 +291,11 @@ class CatchUp:
             contained = heads.index(version) + 1
         self._registry.apply_tensors(plan)
         for _ in range(contained):
-            self._steps.popleft()
+            self._forget_first()
         self._loaded = version
+
+    def _forget_first(self) -> None:
+        self._size_bytes -= self._steps.popleft().size_bytes()
 
     def _run(self, update: _Update) -> None:
         """The real step with recorded gradients and options; those of the moment are put back."""

@@ -260,6 +260,11 @@ class StateRegistry:
         """Bytes of all registered tensors."""
         return sum(entry.local.numel() * entry.local.element_size() for _, entry in self.snapshot().entries)
 
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradients of one step of all registered optimizers: what catch-up keeps of each step."""
+        sources = self._sources.values()
+        return sum(source.gradient_bytes() for source in sources if isinstance(source, OptimizerSource))
+
     def missing(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
         """Names of those among ``tensors`` that no registered tensor shares memory with: a joiner would not get them."""
         held = {entry.local.untyped_storage().data_ptr() for _, entry in self.snapshot().entries}

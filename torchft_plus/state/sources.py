@@ -186,6 +186,11 @@ class OptimizerSource(_Source):
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
+    def gradient_bytes(self) -> int:
+        """Size of one gradient of every parameter that can have one, of DTensors the local shard."""
+        locals_ = [local_tensor(one, self.name) for one in self._parameters() if one.requires_grad]
+        return sum(local.numel() * local.element_size() for local in locals_)
+
     def signature(self) -> dict[str, str]:
         kind = type(self.optimizer)
         groups = self.optimizer.param_groups
