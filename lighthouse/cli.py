@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from lighthouse.client import LighthouseUnreachable, fetch_status, report_exit
+from lighthouse.client import LighthouseRefused, LighthouseUnreachable, fetch_status, report_exit
 from lighthouse.core.words import CoreConfig
 from lighthouse.daemon import DEFAULT_TICK_MS, BindError, LighthouseDaemon
 from lighthouse.events import EventLog
 from lighthouse.job import Superseded
 from lighthouse.messages import Process
 from lighthouse.rpc import DEFAULT_PORT, parse_address
+from lighthouse.security import Security
 from lighthouse.status import describe
 from lighthouse.storage import MemoryStorage, SqliteStorage, Storage, StorageError, default_path
 from lighthouse.timeouts import DEFAULT_TIMEOUT_MS, Timeouts
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run(arguments[1:] if run is not _serve else arguments)
     except SystemExit as end:  # argparse: --help
         return end.code if isinstance(end.code, int) else BAD_USE
-    except ValueError as error:
+    except (ValueError, LighthouseRefused) as error:
         print(f"lighthouse: {error}", file=sys.stderr)
         return BAD_USE
     except (BindError, StorageError, Superseded, LighthouseUnreachable) as error:
@@ -71,13 +72,19 @@ _NUMBERS: list[tuple[str, int | None, str]] = [
 ]
 
 
+_SECURITY = (
+    "Token and TLS come from the environment only, here and in members, launchers and tools alike: TORCHFT_PLUS_TOKEN or "
+    "TORCHFT_PLUS_TOKEN_FILE; TORCHFT_PLUS_TLS_CERT, TORCHFT_PLUS_TLS_KEY and TORCHFT_PLUS_TLS_CA (docs/configuration.md)."
+)
+
+
 def _serve_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="lighthouse",
         allow_abbrev=False,
         description="Decides which replica groups train together. "
         "Other commands: `status` (what it knows), `gone` (a process will never come back).",
-        epilog=f"Every flag has an environment variable: {PREFIX}MIN_REPLICAS, {PREFIX}BIND, ...",
+        epilog=f"Every flag has an environment variable: {PREFIX}MIN_REPLICAS, {PREFIX}BIND, ... {_SECURITY}",
     )
     bind = f"[::]:{DEFAULT_PORT}"
     _add(parser, "bind", bind, f"host:port to listen on, IPv4 and IPv6; port 0 chooses one (default: {bind})")
@@ -122,11 +129,12 @@ def _serve(arguments: Sequence[str]) -> int:
         timeouts=timeouts,
     )
     _, port = parse_address(options.bind)
+    security = Security.resolve()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s lighthouse: %(message)s")
     storage = _open_store(options.store, port)
     events = EventLog.from_environment("lighthouse", "lighthouse")
     try:
-        asyncio.run(_run(config, storage, events, options.bind, options.quorum_tick_ms))
+        asyncio.run(_run(config, storage, events, options.bind, options.quorum_tick_ms, security))
     finally:
         events.close()
         storage.close()
@@ -141,8 +149,10 @@ def _open_store(store: str | None, port: int) -> Storage:
     return SqliteStorage(path)
 
 
-async def _run(config: CoreConfig, storage: Storage, events: EventLog, bind: str, tick_ms: int) -> None:
-    daemon = LighthouseDaemon(config, storage, events, tick_ms)
+async def _run(
+    config: CoreConfig, storage: Storage, events: EventLog, bind: str, tick_ms: int, security: Security
+) -> None:
+    daemon = LighthouseDaemon(config, storage, events, tick_ms, security)
     server = await daemon.start(bind)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -155,7 +165,9 @@ async def _run(config: CoreConfig, storage: Storage, events: EventLog, bind: str
 
 
 def _call_parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=f"lighthouse {command}", allow_abbrev=False, description=description)
+    parser = _Parser(
+        prog=f"lighthouse {command}", allow_abbrev=False, description=description, epilog=_SECURITY
+    )
     default = os.environ.get(ADDRESS_VARIABLE) or f"localhost:{DEFAULT_PORT}"
     parser.add_argument(
         "--address", default=default, help=f"host:port of the Lighthouse (${ADDRESS_VARIABLE}, {default})"
@@ -168,7 +180,7 @@ def _status(arguments: Sequence[str]) -> int:
     parser.add_argument("--job_id", "--job-id", dest="job_id", default=None, help="one job only")
     parser.add_argument("--story", action="store_true", help="also the last decisions")
     options = parser.parse_args(arguments)
-    reply = fetch_status(options.address, options.job_id)
+    reply = fetch_status(options.address, options.job_id, security=Security.resolve())
     print(describe(reply))
     if options.story:
         print("\n".join(line for job in reply.jobs for line in job.story))
@@ -183,6 +195,7 @@ def _gone(arguments: Sequence[str]) -> int:
     parser.add_argument("replica_id")
     parser.add_argument("incarnation", nargs="?", default="", help="default: the one in the last quorum")
     options = parser.parse_args(arguments)
-    known = report_exit(options.address, options.job_id, Process(options.replica_id, options.incarnation))
+    process = Process(options.replica_id, options.incarnation)
+    known = report_exit(options.address, options.job_id, process, security=Security.resolve())
     print("noted" if known else "no such process is known; noted all the same")
     return 0

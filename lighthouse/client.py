@@ -16,8 +16,10 @@ import grpc
 from lighthouse import wire
 from lighthouse.messages import Beat, Down, Hello, Process, Progress, Up
 from lighthouse.pb import lighthouse_pb2 as pb
-from lighthouse.rpc import CHANNEL_OPTIONS, REPORT_EXIT, SESSION, STATUS, target_of
+from lighthouse.rpc import REPORT_EXIT, SESSION, STATUS, call_metadata, open_channel, target_of
+from lighthouse.security import Security
 from lighthouse.timeouts import Timeouts
+from lighthouse.tls_probe import tls_mismatch
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,10 @@ class LighthouseUnreachable(ConnectionError):
     """The Lighthouse did not answer a call in time; the text says which one and why."""
 
 
+class LighthouseRefused(RuntimeError):
+    """The Lighthouse is there, but token or TLS settings do not fit: trying again cannot help; the text says what does."""
+
+
 class _Stream:
     """One gRPC stream, read by a thread of its own and handed to the event loop that made it.
 
@@ -40,13 +46,14 @@ class _Stream:
     one of them is closed, and a process may hold several clients and a Lighthouse.
     """
 
-    def __init__(self, target: str, name: str) -> None:
+    def __init__(self, target: str, name: str, security: Security) -> None:
         self._loop = asyncio.get_running_loop()
         self._received: asyncio.Queue[bytes | Exception] = asyncio.Queue()
         self._ended = asyncio.Event()
         self._to_send: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._channel = grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
-        self._call = self._channel.stream_stream(SESSION)(iter(self._to_send.get, None))
+        self._channel = open_channel(target, security)
+        method = self._channel.stream_stream(SESSION)
+        self._call = method(iter(self._to_send.get, None), metadata=call_metadata(security))
         self._reader = threading.Thread(target=self._read_all, name=name, daemon=True)
         self._reader.start()
 
@@ -95,6 +102,7 @@ class LighthouseClient:
         on_connected: called with True when the Lighthouse answered a new stream, with False when it ended.
         progress: called for each heartbeat.
         timeouts: heartbeat interval and limit.
+        security: token and certificate of this process.
     """
 
     def __init__(
@@ -108,6 +116,7 @@ class LighthouseClient:
         on_connected: Callable[[bool], None],
         progress: Callable[[], Progress],
         timeouts: Timeouts,
+        security: Security | None = None,
     ) -> None:
         self.address = address
         self.connected = False
@@ -125,6 +134,8 @@ class LighthouseClient:
         self._on_connected = on_connected
         self._progress = progress
         self._timeouts = timeouts
+        self._security = security or Security()
+        self._was_connected = False
         self._session_number = 0
         self._stream: _Stream | None = None
         self._running: asyncio.Task[None] | None = None
@@ -132,7 +143,12 @@ class LighthouseClient:
         self._complained = False
 
     async def run(self) -> None:
-        """Connect, stay connected, reconnect, until :meth:`close`. Exceptions of callbacks come out here."""
+        """Connect, stay connected, reconnect, until :meth:`close`. Exceptions of callbacks come out here.
+
+        Raises:
+            LighthouseRefused: token or TLS do not fit. Not after the Lighthouse has once let this process in: whoever
+                answers at its address then is no reason to give up training (P7), only one to complain.
+        """
         self._running = asyncio.create_task(self._reconnect_forever())
         try:
             await self._running
@@ -162,6 +178,10 @@ class LighthouseClient:
             try:
                 await self._one_session()
             except (grpc.RpcError, TimeoutError, wire.WireError, OSError) as error:
+                if isinstance(error, grpc.RpcError) and not self._was_connected:
+                    sentence = await asyncio.to_thread(_refusal, self.address, error, self._security)
+                    if sentence:
+                        raise LighthouseRefused(sentence) from error
                 self._complain(error)
             lasted_ms = (time.monotonic() - started) * 1000
             stable = lasted_ms >= STABLE_SESSION_MS and self.last_heard >= started
@@ -170,7 +190,7 @@ class LighthouseClient:
 
     async def _one_session(self) -> None:
         self._session_number += 1
-        stream = _Stream(self._target, f"lighthouse-{self._process.replica_id}")
+        stream = _Stream(self._target, f"lighthouse-{self._process.replica_id}", self._security)
         # From here on send() goes to this stream: what changes after the greeting was made must not be lost.
         self._stream = stream
         self._unanswered = deque([time.monotonic()])  # `open` is answered, then each beat, in order
@@ -202,7 +222,7 @@ class LighthouseClient:
             self.last_heard = time.monotonic()
             message = wire.decode_down(data)
             if not self.connected:
-                self.connected = True
+                self.connected = self._was_connected = True
                 self._complained = False
                 logger.info("connected to the Lighthouse at %s", self.address)
                 self._on_connected(True)
@@ -234,18 +254,24 @@ class LighthouseClient:
             logger.warning("no Lighthouse at %s, trying again: %s", self.address, _why(error))
 
 
-def fetch_status(address: str, job_id: str | None = None, *, timeout_s: float = 5.0) -> pb.StatusReply:
+def fetch_status(
+    address: str, job_id: str | None = None, *, timeout_s: float = 5.0, security: Security | None = None
+) -> pb.StatusReply:
     """Ask the Lighthouse what it knows, of one job or of all.
 
     Raises:
         ValueError: bad address.
+        LighthouseRefused: token or TLS do not fit.
         LighthouseUnreachable: no answer within ``timeout_s``.
     """
-    reply = _call(address, STATUS, pb.StatusRequest(job_id=job_id or "").SerializeToString(), timeout_s)
+    request = pb.StatusRequest(job_id=job_id or "").SerializeToString()
+    reply = _call(address, STATUS, request, timeout_s, security or Security())
     return pb.StatusReply.FromString(reply)
 
 
-def report_exit(address: str, job_id: str, process: Process, *, timeout_s: float = 5.0) -> bool:
+def report_exit(
+    address: str, job_id: str, process: Process, *, timeout_s: float = 5.0, security: Security | None = None
+) -> bool:
     """Tell the Lighthouse that ``process`` will never act again: its exit (or PF_EXITING) was seen.
 
     An empty incarnation means whichever is in the last quorum (an operator's word).
@@ -255,23 +281,40 @@ def report_exit(address: str, job_id: str, process: Process, *, timeout_s: float
 
     Raises:
         ValueError: bad address, or the Lighthouse refused the request.
+        LighthouseRefused: token or TLS do not fit.
         LighthouseUnreachable: no answer within ``timeout_s``.
     """
     request = pb.ReportExitRequest(job_id=job_id, process=wire.process_out(process))
-    reply = _call(address, REPORT_EXIT, request.SerializeToString(), timeout_s)
+    reply = _call(address, REPORT_EXIT, request.SerializeToString(), timeout_s, security or Security())
     return pb.ReportExitReply.FromString(reply).known
 
 
-def _call(address: str, method: str, request: bytes, timeout_s: float) -> bytes:
-    with grpc.insecure_channel(target_of(address), options=CHANNEL_OPTIONS) as channel:
+def _call(address: str, method: str, request: bytes, timeout_s: float, security: Security) -> bytes:
+    with open_channel(target_of(address), security) as channel:
         try:
-            return channel.unary_unary(method)(request, timeout=timeout_s, wait_for_ready=True)
+            return channel.unary_unary(method)(
+                request, timeout=timeout_s, wait_for_ready=True, metadata=call_metadata(security)
+            )
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ValueError(error.details()) from error
+            sentence = _refusal(address, error, security)
+            if sentence:
+                raise LighthouseRefused(sentence) from error
             raise LighthouseUnreachable(
                 f"the Lighthouse at {address} did not answer within {timeout_s:g} s: {_why(error)}"
             ) from error
+
+
+def _refusal(address: str, error: grpc.RpcError, security: Security) -> str | None:
+    """The sentence, if an error comes from token or TLS. May ask the Lighthouse's port, and block for that."""
+    code = error.code() if isinstance(error, grpc.Call) else None
+    reason = None
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        reason = _why(error)
+    elif code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+        reason = tls_mismatch(address, security)
+    return None if reason is None else f"the Lighthouse at {address} cannot be used: {reason}"
 
 
 def _why(error: Exception) -> str:

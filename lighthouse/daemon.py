@@ -25,10 +25,19 @@ from lighthouse.core.words import (
     Resumed,
 )
 from lighthouse.events import EventLog
+from lighthouse.guard import TokenGuard
 from lighthouse.job import Job, Session, Superseded
 from lighthouse.messages import Ask, Beat, Fault
 from lighthouse.pb import lighthouse_pb2 as pb
-from lighthouse.rpc import SERVER_OPTIONS, SERVICE, join_address, parse_address
+from lighthouse.rpc import (
+    SERVER_OPTIONS,
+    SERVICE,
+    is_loopback,
+    join_address,
+    parse_address,
+    server_credentials,
+)
+from lighthouse.security import TOKEN_VARIABLE, Security
 from lighthouse.status import job_status
 from lighthouse.storage import Storage, StorageError
 
@@ -59,10 +68,16 @@ class LighthouseDaemon:
         storage: where (epoch, last quorum) are kept; closed by the caller.
         events: the event log; closed by the caller.
         tick_ms: at most so long between two looks at the clock.
+        security: what callers must show; default: nothing.
     """
 
     def __init__(
-        self, config: CoreConfig, storage: Storage, events: EventLog, tick_ms: int = DEFAULT_TICK_MS
+        self,
+        config: CoreConfig,
+        storage: Storage,
+        events: EventLog,
+        tick_ms: int = DEFAULT_TICK_MS,
+        security: Security | None = None,
     ) -> None:
         self.address = ""
         """"host:port" under which others can reach it, once it listens."""
@@ -70,6 +85,7 @@ class LighthouseDaemon:
         self._storage = storage
         self._events = events
         self._tick_ms = tick_ms
+        self._security = security or Security()
         self._jobs: dict[str, Job] = {}
         heartbeat_ms = config.timeouts.heartbeat_timeout_ms
         self._clock = RunningClock(max(2 * tick_ms, min(1_000, heartbeat_ms // 2)))
@@ -80,7 +96,9 @@ class LighthouseDaemon:
     async def start(self, bind: str) -> grpc.aio.Server:
         """Listen on ``bind`` ("host:port", port 0 chooses one); raises ValueError, BindError."""
         host, port = parse_address(bind)
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        security = self._security
+        guards = [TokenGuard(security)] if security.token else []
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=guards)
         handlers = {
             "Session": grpc.stream_stream_rpc_method_handler(self._session),
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
@@ -93,13 +111,19 @@ class LighthouseDaemon:
         for service in ("", SERVICE):
             await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
         try:
-            port = server.add_insecure_port(join_address(host, port))
+            if security.tls is None:
+                port = server.add_insecure_port(join_address(host, port))
+            else:
+                port = server.add_secure_port(join_address(host, port), server_credentials(security.tls))
         except RuntimeError as error:
             raise BindError(f"cannot listen on {bind}: {error}; is another Lighthouse there?") from error
         await server.start()
         self.address = join_address(reachable_host(host), port)
         self._events.emit("listening", address=self.address)
-        logger.info("listening on %s, reachable at http://%s", join_address(host, port), self.address)
+        place = join_address(host, port)
+        logger.info("listening on %s, reachable at http://%s (%s)", place, self.address, security.describe())
+        if not security.guarded and not is_loopback(host):
+            logger.warning("whoever reaches %s can use this Lighthouse: set %s", place, TOKEN_VARIABLE)
         return server
 
     async def serve(self, server: grpc.aio.Server) -> None:

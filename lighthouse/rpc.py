@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
+
+import grpc
+
+from lighthouse.security import HANDSHAKE_DEADLINE_S, Security, Tls
 from lighthouse.wire import MAX_MESSAGE_BYTES
 
 SERVICE = "torchft_plus.v1.Lighthouse"
@@ -27,16 +32,53 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
     *_SIZES,
     # Two Lighthouses on one port would each get half of the replicas.
     ("grpc.so_reuseport", 0),
+    # Who connects and says nothing must not keep a descriptor for long.
+    ("grpc.server_handshake_timeout_ms", int(1000 * HANDSHAKE_DEADLINE_S)),
 ]
 
 
+def open_channel(target: str, security: Security) -> grpc.Channel:
+    """A channel to ``target`` (see ``target_of``), with the process's certificate if it has one."""
+    if security.tls is None:
+        return grpc.insecure_channel(target, options=CHANNEL_OPTIONS)
+    tls = security.tls
+    credentials = grpc.ssl_channel_credentials(
+        root_certificates=tls.authority.read_bytes(),
+        private_key=tls.key.read_bytes(),
+        certificate_chain=tls.certificate.read_bytes(),
+    )
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.name)]
+    return grpc.secure_channel(target, credentials, options=options)
+
+
+def server_credentials(tls: Tls) -> grpc.ServerCredentials:
+    """Asks callers for a certificate of the run's authority."""
+    pair = (tls.key.read_bytes(), tls.certificate.read_bytes())
+    return grpc.ssl_server_credentials(
+        [pair], root_certificates=tls.authority.read_bytes(), require_client_auth=True
+    )
+
+
+def call_metadata(security: Security) -> tuple[tuple[str, str], ...] | None:
+    """What goes with every call."""
+    return (("authorization", security.authorization),) if security.token else None
+
+
+def is_loopback(host: str) -> bool:
+    """Nobody on another machine can reach it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 def parse_address(address: str) -> tuple[str, int]:
-    """Split "host:port", "http://host:port" or "[::1]:port" into host (without brackets) and port.
+    """Split "host:port", "http://host:port" (or https) or "[::1]:port" into host (without brackets) and port.
 
     Raises:
         ValueError: with one sentence, if it is none of them.
     """
-    text = address.removeprefix("http://").removesuffix("/")
+    text = address.removeprefix("http://").removeprefix("https://").removesuffix("/")
     host, colon, port = text.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host

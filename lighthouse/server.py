@@ -11,6 +11,7 @@ from pathlib import Path
 from lighthouse.core.words import CoreConfig
 from lighthouse.daemon import DEFAULT_TICK_MS, LighthouseDaemon
 from lighthouse.events import EventLog
+from lighthouse.security import Security
 from lighthouse.storage import MemoryStorage, SqliteStorage, Storage
 from lighthouse.timeouts import DEFAULT_TIMEOUT_MS, Timeouts
 
@@ -30,6 +31,7 @@ class LighthouseServer:
         timeout_ms: how long a healthy member may let the others wait.
         store: SQLite file; None: in memory.
         events: the event log; None: the one of ``TORCHFT_PLUS_EVENTS``.
+        security: token and TLS; None: those of the environment.
 
     Raises:
         ValueError, BindError, StorageError: with one sentence.
@@ -48,6 +50,7 @@ class LighthouseServer:
         timeout_ms: int = DEFAULT_TIMEOUT_MS,
         store: Path | None = None,
         events: EventLog | None = None,
+        security: Security | None = None,
     ) -> None:
         timeouts = Timeouts(timeout_ms, heartbeat_override_ms=heartbeat_timeout_ms)
         given = {"join_timeout_ms": join_timeout_ms, "restart_timeout_ms": restart_timeout_ms}
@@ -58,6 +61,7 @@ class LighthouseServer:
             **{name: value for name, value in given.items() if value is not None},
         )
         self._bind = bind
+        self._security = Security.resolve() if security is None else security
         self._ready: concurrent.futures.Future[tuple[LighthouseDaemon, asyncio.AbstractEventLoop]]
         self._ready = concurrent.futures.Future()
         arguments = (config, store, events, quorum_tick_ms or DEFAULT_TICK_MS)
@@ -99,7 +103,7 @@ class LighthouseServer:
                 logger.exception("the Lighthouse stops")
 
     async def _serve(self, config: CoreConfig, storage: Storage, events: EventLog, tick_ms: int) -> None:
-        daemon = LighthouseDaemon(config, storage, events, tick_ms)
+        daemon = LighthouseDaemon(config, storage, events, tick_ms, self._security)
         server = await daemon.start(self._bind)
         self._ready.set_result((daemon, asyncio.get_running_loop()))
         await daemon.serve(server)

@@ -23,6 +23,7 @@ from lighthouse.messages import (
     Revoke,
     Up,
 )
+from lighthouse.security import Security
 from lighthouse.timeouts import Timeouts
 
 START = Head(0, 0, "d0")
@@ -31,7 +32,14 @@ START = Head(0, 0, "d0")
 class FakeMember:
     """Runs its own event loop in a thread, as the agent of a Manager does."""
 
-    def __init__(self, address: str, replica_id: str, incarnation: str = "1", job_id: str = "job") -> None:
+    def __init__(
+        self,
+        address: str,
+        replica_id: str,
+        incarnation: str = "1",
+        job_id: str = "job",
+        security: Security | None = None,
+    ) -> None:
         self.process = Process(replica_id, incarnation)
         self.quorum: Quorum | None = None
         self.words: list[tuple[float, Down]] = []
@@ -50,6 +58,7 @@ class FakeMember:
             on_connected=self._on_connected,
             progress=Progress,
             timeouts=Timeouts(),
+            security=security,
         )
         self._thread = threading.Thread(target=self._run, name=f"member-{replica_id}")
         self._thread.start()

@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from lighthouse.security import Security
 from torchft_plus.manager.group_link import LeaderHub, RankLink
 from torchft_plus.pb import peer_pb2 as pb
 
 
 class Group:
-    def __init__(self, world_size: int, limit_ms: int = 5_000) -> None:
+    def __init__(self, world_size: int, limit_ms: int = 5_000, security: Security | None = None) -> None:
         self.reports: list[tuple[int, pb.RankFrame]] = []
         self.lost: list[tuple[int, str]] = []
         self.words: dict[int, list[pb.Word]] = {rank: [] for rank in range(1, world_size)}
         self.leader_lost: list[tuple[int, str]] = []
+        self.refused: list[tuple[int, str]] = []
+        self.security = security
         self.changed = asyncio.Event()
         self.world_size, self.limit_ms = world_size, limit_ms
-        self.hub = LeaderHub("job", "r0", world_size, limit_ms // 10, limit_ms, self._report, self._rank_lost)
+        self.hub = LeaderHub(
+            "job", "r0", world_size, limit_ms // 10, limit_ms, self._report, self._rank_lost, security
+        )
         self.links: dict[int, RankLink] = {}
         self.address = ""
 
@@ -36,6 +41,8 @@ class Group:
             self.limit_ms,
             lambda word: (self.words[rank].append(word), self.changed.set()),
             lambda reason: (self.leader_lost.append((rank, reason)), self.changed.set()),
+            lambda reason: (self.refused.append((rank, reason)), self.changed.set()),
+            self.security,
         )
         await link.connect(self.address, 5_000)
         self.links[rank] = link

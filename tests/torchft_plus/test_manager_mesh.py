@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from lighthouse.messages import Head, Member, Process, Quorum
+from lighthouse.security import Security
 from torchft_plus.manager.mesh import Mesh, MeshError, PeerService
 from torchft_plus.manager.transport import MAX_FRAME_BYTES, split_address
 from torchft_plus.pb import peer_pb2 as pb
@@ -23,9 +25,10 @@ SILENCE_MS = 7_000
 class Leader:
     """One leader with its service and what its mesh told it."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, security: Security | None = None) -> None:
+        self.security = security
         self.process = Process(name, f"incarnation-of-{name}")
-        self.service = PeerService(JOB, 2_000, SILENCE_MS)
+        self.service = PeerService(JOB, 2_000, SILENCE_MS, security)
         self.frames: list[tuple[int, pb.PeerFrame]] = []
         self.lost: list[tuple[int, str]] = []
         self.changed = asyncio.Event()
@@ -37,7 +40,7 @@ class Leader:
     def mesh(self, quorum: Quorum) -> Mesh:
         rank = quorum.rank_of(self.process)
         assert rank is not None
-        return Mesh(quorum, rank, self._on_frame, self._on_lost, SILENCE_MS)
+        return Mesh(quorum, rank, self._on_frame, self._on_lost, SILENCE_MS, self.security)
 
     def hello(self, quorum_id: int) -> pb.PeerHello:
         return pb.PeerHello(
@@ -142,6 +145,23 @@ def test_a_leader_that_never_comes_is_named() -> None:
             finally:
                 one.cancel()
         assert caught.value.peer_rank == 2
+
+    run(test)
+
+
+def test_two_dead_leaders_at_once_leave_no_exception_behind() -> None:
+    async def test() -> None:
+        unhandled: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+        members = await leaders(3)
+        quorum = quorum_of(members)
+        for member in members[:2]:
+            member.service.close()
+        with pytest.raises(MeshError, match="no connection to r0"):
+            await members[2].mesh(quorum).connect(members[2].service, members[2].hello(7), 5_000)
+        gc.collect()
+        await asyncio.sleep(0)
+        assert unhandled == []
 
     run(test)
 

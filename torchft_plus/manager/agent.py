@@ -19,21 +19,26 @@ from typing import Any, NoReturn
 import xxhash
 from torch.distributed import Store
 
-from lighthouse.client import LighthouseClient
+from lighthouse.client import LighthouseClient, LighthouseRefused
 from lighthouse.events import EventLog
 from lighthouse.messages import Down, Form, Head, Process, Progress, Quorum, Retired, Revoke, Up
+from lighthouse.rpc import is_loopback
+from lighthouse.security import TOKEN_VARIABLE
 from torchft_plus.manager.desk import Desk
 from torchft_plus.manager.effects import ConnectMesh, Effect, Emit, SendPeers, SendUp, Tell, TellEach
 from torchft_plus.manager.group_link import LeaderHub, RankLink
 from torchft_plus.manager.mesh import Mesh, MeshError, PeerService
 from torchft_plus.manager.settings import Settings
 from torchft_plus.manager.step_core import GroupInfo, StepCore
+from torchft_plus.manager.transport import PeerRefused
 from torchft_plus.pb import peer_pb2 as pb
 
 logger = logging.getLogger(__name__)
 
 EXIT_GROUP_LOST = 75
 """Exit status of a rank whose group lost another rank: a temporary failure, a restart mends it (sysexits' EX_TEMPFAIL)."""
+EXIT_REFUSED = 2
+"""Exit status of a rank whose token or certificate is wrong: a restart would end the same way."""
 
 
 class Agent(ABC):
@@ -121,11 +126,18 @@ class Agent(ABC):
 
     def group_lost(self, sentence: str) -> NoReturn:
         """A rank of this group is gone, so the group is (rule M7); the training thread may hang in a collective."""
-        sentence = f"{self._settings.replica_id}: {sentence}; the group ends, its launcher restarts it"
+        self._end(f"{sentence}; the group ends, its launcher restarts it", EXIT_GROUP_LOST)
+
+    def refused(self, sentence: str) -> NoReturn:
+        """Nobody lets this process in, and trying again cannot help."""
+        self._end(sentence, EXIT_REFUSED)
+
+    def _end(self, sentence: str, status: int) -> NoReturn:
+        sentence = f"{self._settings.replica_id}: {sentence}"
         self._events.emit("fatal", reason=sentence)
         self._events.close()
         print(f"torchft_plus: {sentence}", file=sys.stderr, flush=True)
-        os._exit(EXIT_GROUP_LOST)
+        os._exit(status)
 
     @abstractmethod
     def _report(self, frame: pb.RankFrame) -> None: ...
@@ -156,6 +168,8 @@ class RankAgent(Agent):
             timeouts.heartbeat_timeout_ms,
             self._deliver,
             self._lost,
+            self._refused,
+            settings.security,
         )
 
     def _deliver(self, word: pb.Word) -> None:
@@ -172,11 +186,17 @@ class RankAgent(Agent):
         loop = asyncio.get_running_loop()
         key = f"{self._settings.store_prefix}/leader"
         address = (await loop.run_in_executor(None, self._store.get, key)).decode()
-        await self._link.connect(address, self._settings.timeouts.timeout_ms)
+        try:
+            await self._link.connect(address, self._settings.timeouts.timeout_ms)
+        except PeerRefused as error:
+            self._refused(str(error))
 
     async def _shut(self) -> None:
         self._closing = True
         self._link.close()
+
+    def _refused(self, reason: str) -> None:
+        self.refused(f"the leader (rank 0) cannot be talked to: {reason}")
 
     def _lost(self, reason: str) -> None:
         if not self._closing:
@@ -213,8 +233,11 @@ class LeaderAgent(Agent):
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         self._address = ""
+        self._had_mesh = False
         timeouts = settings.timeouts
-        self._service = PeerService(settings.job_id, timeouts.configure_ms, timeouts.heartbeat_timeout_ms)
+        self._service = PeerService(
+            settings.job_id, timeouts.configure_ms, timeouts.heartbeat_timeout_ms, settings.security
+        )
         self._hub = LeaderHub(
             settings.job_id,
             settings.replica_id,
@@ -223,6 +246,7 @@ class LeaderAgent(Agent):
             timeouts.heartbeat_timeout_ms,
             self._on_report,
             self._rank_lost,
+            settings.security,
         )
 
     def set_head(self, head: Head, disk_head: Head | None) -> None:
@@ -250,6 +274,7 @@ class LeaderAgent(Agent):
     async def _open(self) -> None:
         settings = self._settings
         self._address = await self._service.listen(settings.bind_host)
+        self._tell_address()
         if self._store is not None:
             address = await self._hub.listen(settings.bind_host)
             self._store.set(f"{settings.store_prefix}/leader", address)
@@ -257,6 +282,21 @@ class LeaderAgent(Agent):
         if missing:
             raise TimeoutError(
                 f"group ranks {missing} did not connect within {settings.timeouts.timeout_ms} ms"
+            )
+
+    def _tell_address(self) -> None:
+        security = self._settings.security
+        logger.info(
+            "%s tells others that it is at %s (%s)",
+            self._settings.replica_id,
+            self._address,
+            security.describe(),
+        )
+        if not security.guarded and not is_loopback(self._settings.bind_host):
+            logger.warning(
+                "whoever reaches %s can send words to this run and read its state: set %s",
+                self._settings.bind_host,
+                TOKEN_VARIABLE,
             )
 
     async def _shut(self) -> None:
@@ -297,6 +337,7 @@ class LeaderAgent(Agent):
             on_connected=self._on_connected,
             progress=self._progress,
             timeouts=settings.timeouts,
+            security=settings.security,
         )
         self._spawn(self._client.run())
         self._carry_out(self._core.start())
@@ -314,6 +355,8 @@ class LeaderAgent(Agent):
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
+            if isinstance(error, LighthouseRefused):
+                self.refused(str(error))
             self._loop_failed(
                 asyncio.get_running_loop(), {"message": "agent task failed", "exception": error}
             )
@@ -423,8 +466,10 @@ class LeaderAgent(Agent):
         quorum = effect.quorum
         rank = quorum.rank_of(self.process)
         assert rank is not None
-        silence_limit_ms = self._settings.timeouts.heartbeat_timeout_ms
-        mesh = self._mesh = Mesh(quorum, rank, self._on_peer_frame, self._on_peer_lost, silence_limit_ms)
+        silence_limit_ms, security = self._settings.timeouts.heartbeat_timeout_ms, self._settings.security
+        mesh = self._mesh = Mesh(
+            quorum, rank, self._on_peer_frame, self._on_peer_lost, silence_limit_ms, security
+        )
         self._spawn(self._build_mesh(mesh, quorum))
 
     async def _build_mesh(self, mesh: Mesh, quorum: Quorum) -> None:
@@ -447,8 +492,11 @@ class LeaderAgent(Agent):
         try:
             hellos = await mesh.connect(self._service, hello, timeout_ms)
         except MeshError as error:
+            if error.refused and not self._had_mesh:  # later it is the other one that must go
+                self.refused(str(error))
             self._carry_out(core.mesh_failed(quorum.id, str(error), error.peer_rank))
             return
+        self._had_mesh = True
         self._carry_out(core.mesh_ready(quorum.id, hellos, layout))
 
     def _arm_timer(self) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from lighthouse.events import EventLog
 from lighthouse.messages import Head
+from lighthouse.security import Security
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.fetch import FetchReport, fetch_state
 from torchft_plus.state.registry import StateRegistry
@@ -25,6 +26,7 @@ class Fetcher:
         events: event log.
         report_failure: called with a sentence when the state cannot be had from any donor (fetch thread).
         wake: called when a fetch has ended, well or not (fetch thread).
+        security: what donors are shown.
     """
 
     def __init__(
@@ -34,7 +36,9 @@ class Fetcher:
         events: EventLog,
         report_failure: Callable[[str], None],
         wake: Callable[[], None],
+        security: Security | None = None,
     ) -> None:
+        self._security = security
         self._registry = registry
 
         self._stall_ms = stall_ms
@@ -112,6 +116,7 @@ class Fetcher:
             donors,
             transfer_stall_ms=self._stall_ms,
             cancel=cancel,
+            security=self._security,
         )
         with self._lock:
             if cancel.is_set():

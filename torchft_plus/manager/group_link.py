@@ -7,14 +7,25 @@ its group (rule M7).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 from typing import cast
 
 from google.protobuf.message import Message
 
-from torchft_plus.manager.transport import FrameConnection, join_address, split_address
+from lighthouse.security import HANDSHAKE_DEADLINE_S, WRONG_TOKEN, Security
+from torchft_plus.manager.transport import (
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
+    FrameConnection,
+    connect,
+    join_address,
+    listen,
+)
 from torchft_plus.pb import peer_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 
 class _Watch:
@@ -49,6 +60,7 @@ class LeaderHub:
     Args:
         on_report: ``(group_rank, frame)`` of another rank.
         on_lost: ``(group_rank, reason)``.
+        security: what ranks must show.
     """
 
     def __init__(
@@ -60,7 +72,9 @@ class LeaderHub:
         silence_limit_ms: int,
         on_report: Callable[[int, pb.RankFrame], None],
         on_lost: Callable[[int, str], None],
+        security: Security | None = None,
     ) -> None:
+        self._security = security or Security()
         self._job_id = job_id
         self._replica_id = replica_id
         self._group_world_size = group_world_size
@@ -79,9 +93,7 @@ class LeaderHub:
 
     async def listen(self, host: str) -> str:
         """Listen on any free port of ``host``; returns the address."""
-        self._server = await asyncio.get_running_loop().create_server(
-            lambda: FrameConnection(pb.RankFrame.FromString, self._first, self._lost), host, 0
-        )
+        self._server = await listen(self._connection, host, self._security)
         return join_address(host, self._server.sockets[0].getsockname()[1])
 
     async def wait_complete(self, timeout_ms: int) -> list[int]:
@@ -106,6 +118,16 @@ class LeaderHub:
         for connection in self._ranks.values():
             connection.close()
 
+    def _connection(self) -> FrameConnection:
+        connection = FrameConnection(pb.RankFrame.FromString, self._first, self._lost)
+        connection.max_frame_bytes = MAX_HELLO_BYTES
+        asyncio.get_running_loop().call_later(2 * HANDSHAKE_DEADLINE_S, self._expire, connection)
+        return connection
+
+    def _expire(self, connection: FrameConnection) -> None:
+        if connection not in self._by_connection:
+            connection.close()
+
     def _first(self, connection: FrameConnection, message: Message) -> None:
         frame = cast(pb.RankFrame, message)
         hello = frame.hello
@@ -116,9 +138,14 @@ class LeaderHub:
             and 0 < hello.group_rank < self._group_world_size
             and hello.group_rank not in self._ranks
         )
-        if not known:
+        allowed = self._security.accepts(hello.token)
+        if known and not allowed:
+            logger.warning("rank %d was refused: %s", hello.group_rank, WRONG_TOKEN)
+            connection.send(pb.Word(refused=pb.Refused(reason=WRONG_TOKEN)))
+        if not (known and allowed):
             connection.close()
             return
+        connection.max_frame_bytes = MAX_FRAME_BYTES
         rank = hello.group_rank
         self._ranks[rank], self._by_connection[connection] = connection, rank
         connection.on_frame = self._frame
@@ -144,6 +171,8 @@ class LeaderHub:
         rank = self._by_connection.get(connection)
         if rank is not None:
             self._on_lost(rank, reason)
+        elif connection.refused:
+            logger.warning("a rank was refused: %s", reason)
 
 
 class RankLink:
@@ -152,6 +181,8 @@ class RankLink:
     Args:
         on_word: every word of the leader.
         on_lost: the connection broke or the leader is silent.
+        on_refused: token or TLS settings of the two sides do not fit.
+        security: what this rank shows.
     """
 
     def __init__(
@@ -161,7 +192,11 @@ class RankLink:
         silence_limit_ms: int,
         on_word: Callable[[pb.Word], None],
         on_lost: Callable[[str], None],
+        on_refused: Callable[[str], None],
+        security: Security | None = None,
     ) -> None:
+        self._security = security or Security()
+        self._on_refused = on_refused
         self._hello = hello
         self._beat_interval_ms = beat_interval_ms
         self._silence_limit_ms = silence_limit_ms
@@ -175,25 +210,21 @@ class RankLink:
         """Connect to the leader.
 
         Raises:
+            PeerRefused: the TLS settings of the two sides do not fit.
             OSError or TimeoutError: nobody answers at ``address``.
         """
-        host, port = split_address(address)
-        loop = asyncio.get_running_loop()
-        _, connection = await asyncio.wait_for(
-            loop.create_connection(
-                lambda: FrameConnection(
-                    pb.Word.FromString, self._frame, lambda _, reason: self._on_lost(reason)
-                ),
-                host,
-                port,
+        connection = self._connection = await asyncio.wait_for(
+            connect(
+                lambda: FrameConnection(pb.Word.FromString, self._frame, self._lost), address, self._security
             ),
             timeout_ms / 1000,
         )
-        self._connection = connection
-        connection.send(pb.RankFrame(hello=self._hello))
+        hello = pb.RankFrame(hello=self._hello)
+        hello.hello.token = self._security.token
+        connection.send(hello)
         beat = pb.RankFrame(beat=pb.RankBeat())
         self._watch = _Watch(connection, beat, self._beat_interval_ms, self._silence_limit_ms)
-        self._task = loop.create_task(self._run(self._watch))
+        self._task = asyncio.get_running_loop().create_task(self._run(self._watch))
 
     def send(self, frame: pb.RankFrame) -> None:
         """Report to the leader."""
@@ -215,5 +246,11 @@ class RankLink:
         word = cast(pb.Word, message)
         if self._watch is not None:
             self._watch.heard()
-        if word.WhichOneof("body") != "beat":
+        body = word.WhichOneof("body")
+        if body == "refused":
+            self._on_refused(word.refused.reason[:400])
+        elif body != "beat":
             self._on_word(word)
+
+    def _lost(self, connection: FrameConnection, reason: str) -> None:
+        (self._on_refused if connection.refused else self._on_lost)(reason)

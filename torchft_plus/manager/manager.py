@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp, Store, TCPStore
 
 from lighthouse.events import EventLog
 from lighthouse.messages import Head, Progress
+from lighthouse.security import Security
 from torchft_plus.manager.agent import Agent, LeaderAgent, RankAgent
 from torchft_plus.manager.desk import Desk
 from torchft_plus.manager.fetcher import Fetcher
@@ -73,6 +74,7 @@ class Manager:
         catch_up_max_steps: how many steps a joiner may record while it fetches.
         digest_every: emit a digest of the state each so many steps (0: never).
         handle_sigterm: SIGTERM finishes the step and leaves in good order.
+        security: token and TLS of the run; default ``TORCHFT_PLUS_TOKEN``, ``TORCHFT_PLUS_TLS_CERT`` and so on.
 
     Raises:
         SettingsError: an argument or a variable is missing or wrong.
@@ -99,6 +101,7 @@ class Manager:
         catch_up_max_steps: int = DEFAULT_CATCH_UP_STEPS,
         digest_every: int = 0,
         handle_sigterm: bool = True,
+        security: Security | None = None,
     ) -> None:
         del use_async_quorum
         settings = Settings.resolve(
@@ -113,6 +116,7 @@ class Manager:
             bind_host=hostname,
             timeout_ms=_to_ms(timeout),
             outage_limit_ms=_to_ms(outage_limit),
+            security=security,
         )
         self._settings = settings
         self._pg = pg
@@ -150,8 +154,12 @@ class Manager:
         timeouts = settings.timeouts
         self._mailbox = Mailbox()
         self._server = StateServer(
-            self.state, bind=join_address(settings.bind_host, 0), transfer_stall_ms=timeouts.transfer_stall_ms
+            self.state,
+            bind=join_address(settings.bind_host, 0),
+            transfer_stall_ms=timeouts.transfer_stall_ms,
+            security=settings.security,
         )
+        logger.info("%s serves its state at %s", name, self._server.address)
         self.catch_up = CatchUp(self.state, catch_up_max_steps)
         self._recorded = RecordedOperations()
         self._attached: list[AttachedReduction] = []
@@ -170,6 +178,7 @@ class Manager:
             self._events,
             lambda reason: self._agent.report(pb.RankFrame(fetch_failed=pb.RankFetchFailed(reason=reason))),
             self._mailbox.wake,
+            settings.security,
         )
         desk = Desk(self._mailbox, self._lanes, self._server)
         self._agent = self._make_agent(desk)

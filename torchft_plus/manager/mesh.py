@@ -7,25 +7,41 @@ is news at once. A mesh lives as long as its quorum.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import cast
 
 from google.protobuf.message import Message
 
 from lighthouse.messages import Process, Quorum
-from torchft_plus.manager.transport import FrameConnection, join_address, split_address
+from lighthouse.security import WRONG_TOKEN, Security
+from torchft_plus.manager.transport import (
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
+    FrameConnection,
+    PeerRefused,
+    connect,
+    join_address,
+    listen,
+)
 from torchft_plus.pb import peer_pb2 as pb
+
+logger = logging.getLogger(__name__)
 
 MAX_WAITING = 4096
 """Connections for quorums that have not been adopted here yet."""
 
 
 class MeshError(RuntimeError):
-    """The mesh of a quorum could not be built; ``peer_rank`` is who was missing, where known."""
+    """The mesh of a quorum could not be built; ``peer_rank`` is who was missing, where known.
 
-    def __init__(self, message: str, peer_rank: int | None) -> None:
+    ``refused``: token or TLS settings do not fit, so that trying again cannot help.
+    """
+
+    def __init__(self, message: str, peer_rank: int | None, refused: bool = False) -> None:
         super().__init__(message)
         self.peer_rank = peer_rank
+        self.refused = refused
 
 
 class PeerService:
@@ -35,11 +51,15 @@ class PeerService:
         job_id: hellos of other jobs are refused.
         keep_ms: so long.
         silence_limit_ms: see ``FrameConnection``.
+        security: what other leaders must show.
     """
 
-    def __init__(self, job_id: str, keep_ms: int, silence_limit_ms: int | None = None) -> None:
+    def __init__(
+        self, job_id: str, keep_ms: int, silence_limit_ms: int | None = None, security: Security | None = None
+    ) -> None:
         self._silence_limit_ms = silence_limit_ms
         self._job_id = job_id
+        self._security = security or Security()
         self._keep_ms = keep_ms
         self._server: asyncio.Server | None = None
         self._waiting: dict[tuple[int, Process], FrameConnection] = {}
@@ -49,8 +69,7 @@ class PeerService:
 
     async def listen(self, host: str) -> str:
         """Listen on any free port of ``host``; returns the address."""
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connection, host, 0)
+        self._server = await listen(self._connection, host, self._security)
         return join_address(host, self._server.sockets[0].getsockname()[1])
 
     async def take(self, quorum_id: int, process: Process) -> tuple[FrameConnection, pb.PeerHello]:
@@ -74,9 +93,8 @@ class PeerService:
         self._new.clear()
 
     def _connection(self) -> FrameConnection:
-        connection = FrameConnection(
-            pb.PeerFrame.FromString, self._hello, lambda c, _: self._forget(c), self._silence_limit_ms
-        )
+        connection = FrameConnection(pb.PeerFrame.FromString, self._hello, self._lost, self._silence_limit_ms)
+        connection.max_frame_bytes = MAX_HELLO_BYTES
         if len(self._waiting) + len(self._new) >= MAX_WAITING:
             asyncio.get_running_loop().call_soon(connection.close)
             return connection
@@ -92,11 +110,25 @@ class PeerService:
             connection.close()
             return
         key = (hello.quorum_id, Process(hello.replica_id, hello.incarnation))
+        arrival = self._arrivals.get(key)
+        if not self._security.accepts(hello.token):
+            logger.warning("leader %.64r was refused: %s", hello.replica_id, WRONG_TOKEN)
+            connection.send(pb.PeerFrame(refused=pb.Refused(reason=WRONG_TOKEN)))
+            connection.close()
+            if arrival is not None and not arrival.done():
+                arrival.set_exception(PeerRefused(WRONG_TOKEN))
+            return
+        hello.ClearField("token")
+        connection.max_frame_bytes = MAX_FRAME_BYTES
         connection.keep_early()
         self._waiting[key], self._hellos[key] = connection, hello
-        arrival = self._arrivals.get(key)
         if arrival is not None and not arrival.done():
             arrival.set_result(None)
+
+    def _lost(self, connection: FrameConnection, reason: str) -> None:
+        if connection.refused:
+            logger.warning("a leader was refused: %s", reason)
+        self._forget(connection)
 
     def _forget(self, connection: FrameConnection) -> None:
         self._new.discard(connection)
@@ -116,6 +148,7 @@ class Mesh:
         on_frame: ``(quorum_id, replica_rank, frame)``.
         on_lost: ``(quorum_id, replica_rank, reason)``: a connection broke.
         silence_limit_ms: see ``FrameConnection``.
+        security: as that of the ``PeerService``.
     """
 
     def __init__(
@@ -125,9 +158,11 @@ class Mesh:
         on_frame: Callable[[int, int, pb.PeerFrame], None],
         on_lost: Callable[[int, int, str], None],
         silence_limit_ms: int | None = None,
+        security: Security | None = None,
     ) -> None:
         self._silence_limit_ms = silence_limit_ms
         self.quorum = quorum
+        self._security = security or Security()
         self._rank = rank
         self._on_frame = on_frame
         self._on_lost = on_lost
@@ -157,9 +192,12 @@ class Mesh:
             )
             for task in pending:
                 task.cancel()
-            for rank, task in tasks.items():
-                if task in done and (error := task.exception()) is not None:
-                    raise MeshError(f"no connection to {self._name(rank)}: {error}", rank)
+            # All of them are looked at: an exception that nobody takes would end the agent.
+            errors = {rank: task.exception() for rank, task in tasks.items() if task in done}
+            for rank, error in errors.items():
+                if error is not None:
+                    refused = isinstance(error, PeerRefused)
+                    raise MeshError(f"no connection to {self._name(rank)}: {error}", rank, refused)
             for rank, task in tasks.items():
                 if task in pending:
                     raise MeshError(f"{self._name(rank)} did not connect within {timeout_ms} ms", rank)
@@ -178,7 +216,6 @@ class Mesh:
             connection.close()
 
     async def _call(self, rank: int, hello: pb.PeerHello) -> pb.PeerHello:
-        host, port = split_address(self.quorum.members[rank].address)
         answer: asyncio.Future[pb.PeerHello] = asyncio.get_running_loop().create_future()
 
         def first(connection: FrameConnection, message: Message) -> None:
@@ -187,28 +224,40 @@ class Mesh:
 
         def lost(connection: FrameConnection, reason: str) -> None:
             if not answer.done():
-                answer.set_exception(ConnectionError(reason))
+                answer.set_exception((PeerRefused if connection.refused else ConnectionError)(reason))
             self._lost(connection, reason)
 
-        _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: FrameConnection(pb.PeerFrame.FromString, first, lost, self._silence_limit_ms), host, port
+        connection = await connect(
+            lambda: FrameConnection(pb.PeerFrame.FromString, first, lost, self._silence_limit_ms),
+            self.quorum.members[rank].address,
+            self._security,
         )
         self._add(rank, connection)
-        connection.send(pb.PeerFrame(hello=hello))
+        self._greet(connection, hello)
         return await answer
 
     async def _answer(self, rank: int, service: PeerService, hello: pb.PeerHello) -> pb.PeerHello:
         connection, theirs = await service.take(self.quorum.id, self.quorum.members[rank].process)
         connection.on_frame, connection.on_lost = self._frame, self._lost
         self._add(rank, connection)
-        connection.send(pb.PeerFrame(hello=hello))
+        self._greet(connection, hello)
         for message in connection.take_early():
             self._frame(connection, message)
         return theirs
 
+    def _greet(self, connection: FrameConnection, hello: pb.PeerHello) -> None:
+        frame = pb.PeerFrame(hello=hello)
+        frame.hello.token = self._security.token
+        connection.send(frame)
+
     def _check_hello(self, rank: int, frame: pb.PeerFrame, answer: asyncio.Future[pb.PeerHello]) -> None:
         process = Process(frame.hello.replica_id, frame.hello.incarnation)
-        if frame.WhichOneof("body") == "hello" and process == self.quorum.members[rank].process:
+        if frame.WhichOneof("body") == "refused":
+            answer.set_exception(PeerRefused(f"it refuses this process: {frame.refused.reason[:400]}"))
+        elif not self._security.accepts(frame.hello.token):
+            answer.set_exception(PeerRefused(WRONG_TOKEN))
+        elif frame.WhichOneof("body") == "hello" and process == self.quorum.members[rank].process:
+            frame.hello.ClearField("token")
             answer.set_result(frame.hello)
         else:
             answer.set_exception(ConnectionError(f"another process answers there ({process})"))

@@ -9,8 +9,9 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lighthouse.rpc import parse_address
+from lighthouse.security import Security, SecurityError
 from lighthouse.timeouts import DEFAULT_TIMEOUT_MS, Timeouts
-from torchft_plus.manager.transport import split_address
 
 NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
 
@@ -35,6 +36,7 @@ class Settings:
     bind_host: str
     min_replica_size: int
     timeouts: Timeouts
+    security: Security
 
     @classmethod
     def resolve(
@@ -51,6 +53,7 @@ class Settings:
         bind_host: str | None = None,
         timeout_ms: int | None = None,
         outage_limit_ms: int | None = None,
+        security: Security | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Settings:
         """Fill what is not given from the environment.
@@ -93,6 +96,10 @@ class Settings:
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error
+        try:
+            security = Security.resolve(env) if security is None else security
+        except SecurityError as error:
+            raise SettingsError(str(error)) from error
         return cls(
             lighthouse_address=lighthouse_address,
             replica_id=name,
@@ -105,6 +112,7 @@ class Settings:
             bind_host=bind_host or env.get("TORCHFT_PLUS_BIND") or _own_host(lighthouse_address),
             min_replica_size=min_replica_size,
             timeouts=timeouts,
+            security=security,
         )
 
 
@@ -124,7 +132,7 @@ def _own_host(lighthouse_address: str) -> str:
     Numeric, because a resolver that drops a query costs seconds now and then.
     """
     try:
-        host, port = split_address(lighthouse_address.removeprefix("http://").rstrip("/"))
+        host, port = parse_address(lighthouse_address)
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect(target)  # sends nothing: asks the kernel for the route

@@ -5,13 +5,32 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import ssl
 from collections.abc import Callable
 from typing import cast
 
 from google.protobuf.message import DecodeError, Message
 
+from lighthouse.security import (
+    HANDSHAKE_DEADLINE_S,
+    NO_TLS_ALERT,
+    SPEAKS_TLS,
+    TLS_ALERT,
+    TLS_HANDSHAKE,
+    Security,
+    client_context,
+    describe_tls_error,
+)
+from torchft_plus.manager.tls_handshake import talking_server_context
+
 MAX_FRAME_BYTES = 16 * 1024 * 1024
 HEADER_BYTES = 4
+MAX_HELLO_BYTES = 64 * 1024
+"""A frame of somebody who has not shown the token yet."""
+
+
+class PeerRefused(ConnectionError):
+    """Token or TLS settings of the two sides do not fit: trying again cannot help."""
 
 
 _open_descriptors: set[int] = set()
@@ -75,6 +94,10 @@ class FrameConnection(asyncio.Protocol):
         self._closed = False
         self._descriptor = -1
         self._early: list[Message] = []
+        self.max_frame_bytes = MAX_FRAME_BYTES
+        self.refused = False
+        """It ended before the first frame, because the two sides' TLS settings do not fit."""
+        self._heard = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -90,12 +113,13 @@ class FrameConnection(asyncio.Protocol):
         self._buffer += data
         while len(self._buffer) >= HEADER_BYTES and not self._closed:
             size_bytes = int.from_bytes(self._buffer[:HEADER_BYTES])
-            if size_bytes > MAX_FRAME_BYTES:
-                self._fail(f"a frame of {size_bytes} bytes, more than {MAX_FRAME_BYTES}")
+            if size_bytes > self.max_frame_bytes:
+                self._fail(self._too_large(size_bytes))
                 return
             end = HEADER_BYTES + size_bytes
             if len(self._buffer) < end:
                 return
+            self._heard = True
             frame = bytes(self._buffer[HEADER_BYTES:end])
             del self._buffer[:end]
             try:
@@ -109,7 +133,11 @@ class FrameConnection(asyncio.Protocol):
         _open_descriptors.discard(self._descriptor)
         if not self._closed:
             self._closed = True
-            self.on_lost(self, str(exc) if exc else "closed by peer")
+            self.refused = isinstance(exc, ssl.SSLError) and not self._heard
+            reason = (
+                describe_tls_error(exc) if isinstance(exc, ssl.SSLError) else str(exc or "closed by peer")
+            )
+            self.on_lost(self, reason)
 
     def send(self, message: Message) -> None:
         """Queue a message; nothing happens on a connection that has ended."""
@@ -133,11 +161,58 @@ class FrameConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
+    def _too_large(self, size_bytes: int) -> str:
+        self.refused = not self._heard and self._buffer[0] in (TLS_ALERT, TLS_HANDSHAKE)
+        if self.refused:
+            if self._transport is not None:
+                self._transport.write(NO_TLS_ALERT)
+            return SPEAKS_TLS
+        return f"a frame of {size_bytes} bytes, more than {self.max_frame_bytes}"
+
     def _fail(self, reason: str) -> None:
         self._closed = True
         if self._transport is not None:
-            self._transport.abort()
+            (self._transport.close if self.refused else self._transport.abort)()
         self.on_lost(self, reason)
+
+
+async def listen(factory: Callable[[], FrameConnection], host: str, security: Security) -> asyncio.Server:
+    """Serve connections on any free port of ``host``. Who does not end its handshake in time is cut off."""
+    loop = asyncio.get_running_loop()
+    if security.tls is None:
+        return await loop.create_server(factory, host, 0)
+    context = talking_server_context(security.tls)
+    return await loop.create_server(factory, host, 0, ssl=context, ssl_handshake_timeout=HANDSHAKE_DEADLINE_S)
+
+
+async def connect(
+    factory: Callable[[], FrameConnection], address: str, security: Security
+) -> FrameConnection:
+    """Connect to "host:port". The caller brings the deadline.
+
+    Raises:
+        PeerRefused: the TLS settings of the two sides do not fit.
+        OSError: nobody answers there.
+        ValueError: bad address.
+    """
+    host, port = split_address(address)
+    loop = asyncio.get_running_loop()
+    if security.tls is None:
+        return (await loop.create_connection(factory, host, port))[1]
+    context, name = client_context(security.tls), security.tls.name
+    try:
+        return (
+            await loop.create_connection(
+                factory,
+                host,
+                port,
+                ssl=context,
+                server_hostname=name,
+                ssl_handshake_timeout=HANDSHAKE_DEADLINE_S,
+            )
+        )[1]
+    except ssl.SSLError as error:
+        raise PeerRefused(describe_tls_error(error)) from error
 
 
 def split_address(address: str) -> tuple[str, int]:

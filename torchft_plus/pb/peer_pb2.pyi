@@ -17,19 +17,27 @@ class PeerHead(_message.Message):
     def __init__(self, step: _Optional[int] = ..., quorum_id: _Optional[int] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class PeerFrame(_message.Message):
-    __slots__ = ("hello", "block", "vote", "fenced")
+    __slots__ = ("hello", "block", "vote", "fenced", "refused")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     BLOCK_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     FENCED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     hello: PeerHello
     block: ControlBlock
     vote: PeerVote
     fenced: PeerFenced
-    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., block: _Optional[_Union[ControlBlock, _Mapping]] = ..., vote: _Optional[_Union[PeerVote, _Mapping]] = ..., fenced: _Optional[_Union[PeerFenced, _Mapping]] = ...) -> None: ...
+    refused: Refused
+    def __init__(self, hello: _Optional[_Union[PeerHello, _Mapping]] = ..., block: _Optional[_Union[ControlBlock, _Mapping]] = ..., vote: _Optional[_Union[PeerVote, _Mapping]] = ..., fenced: _Optional[_Union[PeerFenced, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+
+class Refused(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class PeerHello(_message.Message):
-    __slots__ = ("job_id", "quorum_id", "replica_id", "incarnation", "store_address", "state_addresses", "layout_digest")
+    __slots__ = ("job_id", "quorum_id", "replica_id", "incarnation", "store_address", "state_addresses", "layout_digest", "token")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
@@ -37,6 +45,7 @@ class PeerHello(_message.Message):
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STATE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     quorum_id: int
     replica_id: str
@@ -44,7 +53,8 @@ class PeerHello(_message.Message):
     store_address: str
     state_addresses: _containers.RepeatedScalarFieldContainer[str]
     layout_digest: str
-    def __init__(self, job_id: _Optional[str] = ..., quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., state_addresses: _Optional[_Iterable[str]] = ..., layout_digest: _Optional[str] = ...) -> None: ...
+    token: str
+    def __init__(self, job_id: _Optional[str] = ..., quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., store_address: _Optional[str] = ..., state_addresses: _Optional[_Iterable[str]] = ..., layout_digest: _Optional[str] = ..., token: _Optional[str] = ...) -> None: ...
 
 class ControlBlock(_message.Message):
     __slots__ = ("quorum_id", "step", "round", "head", "weight", "stale", "finite", "change_wanted", "scalars", "positions")
@@ -137,16 +147,18 @@ class RankFrame(_message.Message):
     def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., ready: _Optional[_Union[RankReady, _Mapping]] = ..., posted: _Optional[_Union[RankPosted, _Mapping]] = ..., done: _Optional[_Union[RankDone, _Mapping]] = ..., configured: _Optional[_Union[RankConfigured, _Mapping]] = ..., boundary: _Optional[_Union[RankBoundary, _Mapping]] = ..., fetch_failed: _Optional[_Union[RankFetchFailed, _Mapping]] = ..., leave_wanted: _Optional[_Union[RankLeaveWanted, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., bye: _Optional[_Union[RankBye, _Mapping]] = ..., poll: _Optional[_Union[RankPoll, _Mapping]] = ...) -> None: ...
 
 class RankHello(_message.Message):
-    __slots__ = ("job_id", "replica_id", "group_rank", "group_world_size")
+    __slots__ = ("job_id", "replica_id", "group_rank", "group_world_size", "token")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     GROUP_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     replica_id: str
     group_rank: int
     group_world_size: int
-    def __init__(self, job_id: _Optional[str] = ..., replica_id: _Optional[str] = ..., group_rank: _Optional[int] = ..., group_world_size: _Optional[int] = ...) -> None: ...
+    token: str
+    def __init__(self, job_id: _Optional[str] = ..., replica_id: _Optional[str] = ..., group_rank: _Optional[int] = ..., group_world_size: _Optional[int] = ..., token: _Optional[str] = ...) -> None: ...
 
 class RankReady(_message.Message):
     __slots__ = ("initial_digest", "layout_digest", "state_address", "windowed")
@@ -253,7 +265,7 @@ class RankBye(_message.Message):
     def __init__(self) -> None: ...
 
 class Word(_message.Message):
-    __slots__ = ("configure", "abort", "again", "commit", "join", "boundary", "pin", "left", "fatal", "beat", "donors", "poll")
+    __slots__ = ("configure", "abort", "again", "commit", "join", "boundary", "pin", "left", "fatal", "beat", "donors", "poll", "refused")
     CONFIGURE_FIELD_NUMBER: _ClassVar[int]
     ABORT_FIELD_NUMBER: _ClassVar[int]
     AGAIN_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +278,7 @@ class Word(_message.Message):
     BEAT_FIELD_NUMBER: _ClassVar[int]
     DONORS_FIELD_NUMBER: _ClassVar[int]
     POLL_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
     configure: WordConfigure
     abort: WordAbort
     again: WordAgain
@@ -278,7 +291,8 @@ class Word(_message.Message):
     beat: RankBeat
     donors: WordDonors
     poll: WordPoll
-    def __init__(self, configure: _Optional[_Union[WordConfigure, _Mapping]] = ..., abort: _Optional[_Union[WordAbort, _Mapping]] = ..., again: _Optional[_Union[WordAgain, _Mapping]] = ..., commit: _Optional[_Union[WordCommit, _Mapping]] = ..., join: _Optional[_Union[WordJoin, _Mapping]] = ..., boundary: _Optional[_Union[WordBoundary, _Mapping]] = ..., pin: _Optional[_Union[WordPin, _Mapping]] = ..., left: _Optional[_Union[WordLeft, _Mapping]] = ..., fatal: _Optional[_Union[WordFatal, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., donors: _Optional[_Union[WordDonors, _Mapping]] = ..., poll: _Optional[_Union[WordPoll, _Mapping]] = ...) -> None: ...
+    refused: Refused
+    def __init__(self, configure: _Optional[_Union[WordConfigure, _Mapping]] = ..., abort: _Optional[_Union[WordAbort, _Mapping]] = ..., again: _Optional[_Union[WordAgain, _Mapping]] = ..., commit: _Optional[_Union[WordCommit, _Mapping]] = ..., join: _Optional[_Union[WordJoin, _Mapping]] = ..., boundary: _Optional[_Union[WordBoundary, _Mapping]] = ..., pin: _Optional[_Union[WordPin, _Mapping]] = ..., left: _Optional[_Union[WordLeft, _Mapping]] = ..., fatal: _Optional[_Union[WordFatal, _Mapping]] = ..., beat: _Optional[_Union[RankBeat, _Mapping]] = ..., donors: _Optional[_Union[WordDonors, _Mapping]] = ..., poll: _Optional[_Union[WordPoll, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class WordConfigure(_message.Message):
     __slots__ = ("quorum_id", "replica_rank", "replica_world_size", "store_address", "members", "contributors", "base")

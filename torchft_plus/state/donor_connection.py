@@ -11,6 +11,7 @@ from urllib.parse import quote
 import xxhash
 
 from lighthouse.messages import Head
+from lighthouse.security import HANDSHAKE_DEADLINE_S, Security, client_context
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.http import (
     ProtocolError,
@@ -58,13 +59,18 @@ class DonorConnection:
         head: the version.
         reader: name under which the donor keeps checksums for us.
         stall_ms: limit for connecting and for every wait for bytes.
+        security: what the donor is shown.
 
     Raises:
         ValueError: ``address`` is malformed.
         OSError: its host is not known.
     """
 
-    def __init__(self, address: str, head: Head, reader: str, stall_ms: int) -> None:
+    def __init__(
+        self, address: str, head: Head, reader: str, stall_ms: int, security: Security | None = None
+    ) -> None:
+        self._security = security or Security()
+        self._stall_s = stall_ms / 1000
         self._host = address
         self._path = f"/v1/state/{head_name(head)}"
         self._reader = f"reader={quote(reader)}"
@@ -73,11 +79,17 @@ class DonorConnection:
         host, port = split_address(address)
         family, _, _, _, self._target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._stream = Stream(socket.socket(family, socket.SOCK_STREAM))
-        self._stream.socket.settimeout(stall_ms / 1000)
+        self._stream.socket.settimeout(self._stall_s)
 
     def open(self) -> None:
         """Connect. Raises OSError."""
         self._stream.socket.connect(self._target)
+        tls = self._security.tls
+        if tls is None:
+            return
+        self._stream.socket.settimeout(min(self._stall_s, HANDSHAKE_DEADLINE_S))
+        self._stream.start_tls(client_context(tls), tls.name)
+        self._stream.socket.settimeout(self._stall_s)
 
     def abort(self) -> None:
         """Break off: the thread that uses this connection gets an OSError. Any thread."""
@@ -168,6 +180,8 @@ class DonorConnection:
         return first * PIECE_BYTES, min(last * PIECE_BYTES, plan.manifest.size_bytes)
 
     def _request(self, method: str, rest: str, headers: dict[str, str] | None = None) -> bytes:
+        if self._security.token:
+            headers = {**(headers or {}), "Authorization": self._security.authorization}
         return request_head(method, self._path + rest, self._host, headers)
 
     def _begin_answer(self, status: int, content_bytes: int | None = None) -> Response:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lighthouse.messages import Head
+from lighthouse.security import Security
 from torchft_plus.state.donor_connection import DonorConnection, DonorRefusal
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.fetch_worker import MAX_FAILURES, FetchWorker, describe, is_too_slow
@@ -51,6 +52,7 @@ def fetch_state(
     cancel: threading.Event | None = None,
     on_progress: Callable[[int, int], None] | None = None,
     connections_per_donor: int | None = None,
+    security: Security | None = None,
 ) -> FetchReport:
     """Receive version ``head`` into the memory of the registered tensors. Blocks; for a background thread.
 
@@ -73,6 +75,7 @@ def fetch_state(
         cancel: set it to end the fetch with an error.
         on_progress: called with verified and total bytes, on threads of the fetch.
         connections_per_donor: default: 2 for a single donor, else 1.
+        security: what donors are shown.
 
     Raises:
         StateError: no donor could give all of it, something does not fit what is registered here, or it was
@@ -87,6 +90,7 @@ def fetch_state(
         wait_ms=4 * transfer_stall_ms if wait_ms is None else wait_ms,
         connections=connections_per_donor or (2 if len(donors) == 1 else 1),
         on_progress=on_progress or (lambda _done, _total: None),
+        security=security,
     )
     return fetch.run(list(dict.fromkeys(donors)), cancel or threading.Event())
 
@@ -103,7 +107,9 @@ class _Fetch:
         wait_ms: int,
         connections: int,
         on_progress: Callable[[int, int], None],
+        security: Security | None,
     ) -> None:
+        self._security = security
         self._registry = registry
         self._head = head
         self._stall_ms = stall_ms
@@ -211,7 +217,7 @@ class _Fetch:
 
     def connect(self, address: str) -> DonorConnection:
         """A new connection to a donor, which ends with the fetch. Raises OSError."""
-        connection = DonorConnection(address, self._head, self._reader, self._stall_ms)
+        connection = DonorConnection(address, self._head, self._reader, self._stall_ms, self._security)
         with self._lock:
             self._open.add(connection)
         try:

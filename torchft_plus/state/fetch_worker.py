@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ssl
 import time
 from collections import deque
 from typing import Protocol
 
+from lighthouse.security import describe_tls_error
 from torchft_plus.state.donor_connection import DonorConnection
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.http import TooSlow
@@ -208,4 +210,6 @@ def describe(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         few = str(error) if isinstance(error, TooSlow) else "no byte came"
         return f"{few} within transfer_stall_ms"
+    if isinstance(error, ssl.SSLError):
+        return describe_tls_error(error)
     return str(error) or type(error).__name__

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ MAX_HEAD_BYTES = 16 << 10
 CHECKSUM_HEADER = "Body-XXH3-128"
 LEAST_BYTES_A_TIMEOUT = 1 << 20
 _MAX_VECTORS = 256
+_TLS_BATCH_BYTES = 128 << 10
+_LINGER_S, _LINGER_READS = 1.0, 16
 _REASONS = {
     200: "OK",
     206: "Partial Content",
     400: "Bad Request",
+    401: "Unauthorized",
     404: "Not Found",
     405: "Method Not Allowed",
     410: "Gone",
@@ -219,9 +223,41 @@ class Stream:
     """A connected socket with a timeout: heads are read by hand, bodies go straight to and from memory."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+        self.socket: socket.socket = connection
         self._left = b""
+        self._tls = False
+        self._aborted = False
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def start_tls(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
+        """Speak TLS from now on; as the server, if there is no name. The socket's timeout bounds the whole handshake.
+
+        Raises:
+            OSError: the handshake failed or was not over in time.
+        """
+        server_side = server_name is None
+        self.socket = context.wrap_socket(
+            self.socket, server_side=server_side, server_hostname=server_name, do_handshake_on_connect=False
+        )
+        self._tls = True
+        if self._aborted:
+            raise ConnectionAbortedError("the connection was broken off")
+        self.socket.do_handshake()
+
+    def first_byte(self) -> int:
+        """What the other side will say first, left where it is; -1 if it closed. Raises OSError."""
+        return next(iter(self.socket.recv(1, socket.MSG_PEEK)), -1)
+
+    def linger(self) -> None:
+        """Let the last words arrive: closing at once would take them back if the other side is still sending.
+
+        Raises OSError.
+        """
+        socket.socket.shutdown(self.socket, socket.SHUT_WR)
+        self.socket.settimeout(_LINGER_S)
+        for _ in range(_LINGER_READS):
+            if not socket.socket.recv(self.socket, MAX_HEAD_BYTES):
+                break
 
     def read_head(self) -> bytes | None:
         """The next head with its empty line; None if the other side closed between two heads.
@@ -262,7 +298,8 @@ class Stream:
                 batch[0][:count] = self._left[:count]
                 self._left = self._left[count:]
             else:
-                count = self.socket.recvmsg_into(batch)[0]
+                # An SSLSocket takes one piece of memory at a time.
+                count = self.socket.recv_into(batch[0]) if self._tls else self.socket.recvmsg_into(batch)[0]
                 if not count:
                     raise ProtocolError("the connection broke off inside of an answer")
             target.advance(count)
@@ -285,15 +322,27 @@ class Stream:
         source = Views([memoryview(view) for view in views])
         pace = _Pace(self.socket.gettimeout())
         while batch := source.batch():
-            count = self.socket.sendmsg(batch)
+            count = self._send_tls(batch) if self._tls else self.socket.sendmsg(batch)
             source.advance(count)
             if not source.done:
                 pace.passed(count)
 
+    def _send_tls(self, batch: Sequence[memoryview]) -> int:
+        if len(batch[0]) >= _TLS_BATCH_BYTES or len(batch) == 1:
+            return self.socket.send(batch[0])
+        data = bytearray()  # a record for each small tensor would cost more than the copy
+        for view in batch:
+            data += view[: _TLS_BATCH_BYTES - len(data)]
+            if len(data) >= _TLS_BATCH_BYTES:
+                break
+        return self.socket.send(data)
+
     def abort(self) -> None:
         """A thread that connects, reads or writes gets an error at once. Any thread."""
+        self._aborted = True
         with contextlib.suppress(OSError):  # the other side may have closed it
-            self.socket.shutdown(socket.SHUT_RDWR)
+            # Not SSLSocket's own: after that one a reader would take what is left of the cipher text for plain data.
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection. Only for the thread that uses it: the number of a closed descriptor is used

@@ -6,11 +6,24 @@ import contextlib
 import json
 import logging
 import socket
+import ssl
 import threading
 
 import xxhash
 
 from lighthouse.messages import Head
+from lighthouse.security import (
+    HANDSHAKE_DEADLINE_S,
+    NO_TLS_ALERT,
+    SPEAKS_NO_TLS,
+    SPEAKS_TLS,
+    TLS_HANDSHAKE,
+    WRONG_TOKEN,
+    Security,
+    Tls,
+    describe_tls_error,
+    server_context,
+)
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.http import (
     CHECKSUM_HEADER,
@@ -63,6 +76,9 @@ class StateServer:
       null means that the piece changed while it was sent and must be asked for again.
     - ``POST .../release?reader=NAME&start=A&end=B``: the reader has verified these data bytes.
 
+    With a token, each request must carry it (``Authorization: Bearer TOKEN``), or gets a 401. With TLS, readers must
+    show a certificate.
+
     Statuses: 404 will never be served, 410 these bytes were let go, 503 not yet.
 
     Args:
@@ -71,6 +87,7 @@ class StateServer:
             ``advertise``.
         advertise: host that readers are told; default: ``bind``.
         transfer_stall_ms: a reader that takes no byte for this long is cut off.
+        security: what readers must show; default: nothing.
 
     Raises:
         StateError: it cannot listen there.
@@ -84,7 +101,9 @@ class StateServer:
         bind: str = "127.0.0.1:0",
         advertise: str | None = None,
         transfer_stall_ms: int = DEFAULT_TRANSFER_STALL_MS,
+        security: Security | None = None,
     ) -> None:
+        self._security = security or Security()
         host, port = split_address(bind)
         if host in ("0.0.0.0", "::") and advertise is None:
             raise StateError(
@@ -158,7 +177,7 @@ class StateServer:
                     return
                 _log.warning("a reader of state could not be accepted: %s", error)
                 continue
-            connection.settimeout(self._stall_ms / 1000)
+            connection.settimeout(min(self._stall_ms / 1000, HANDSHAKE_DEADLINE_S))
             stream = Stream(connection)
             thread = threading.Thread(target=self._serve, args=(stream,), name="state-reader", daemon=True)
             with self._lock:
@@ -170,6 +189,8 @@ class StateServer:
 
     def _serve(self, stream: Stream) -> None:
         try:
+            if not self._admit(stream):
+                return
             while (head := stream.read_head()) is not None:
                 if not self._answer(stream, head):
                     break
@@ -180,6 +201,21 @@ class StateServer:
             with self._lock:
                 self._connections.pop(threading.current_thread(), None)
 
+    def _admit(self, stream: Stream) -> bool:
+        """Shake hands; False if the reader speaks TLS and we do not, or the other way round."""
+        tls, offered = self._security.tls, stream.first_byte() == TLS_HANDSHAKE
+        if tls is not None and offered:
+            return _handshake(stream, tls)
+        if offered:
+            _log.warning("a reader of state was refused: %s", SPEAKS_TLS)
+            stream.write([NO_TLS_ALERT])
+            return False
+        if tls is not None:
+            _log.warning("a reader of state was refused: %s", SPEAKS_NO_TLS)
+            _send_text(stream, 400, SPEAKS_TLS, True)
+            return False
+        return True
+
     def _answer(self, stream: Stream, head: bytes) -> bool:
         """Answer one request; False if the connection cannot be used any more."""
         try:
@@ -188,6 +224,11 @@ class StateServer:
             _send_text(stream, error.status, str(error), True)
             return False
         body = request.method != "HEAD"
+        if not self._security.authorizes(request.headers.get("authorization")):
+            _log.warning("a reader of state was refused: %s", WRONG_TOKEN)
+            _send_text(stream, 401, WRONG_TOKEN, body, {"WWW-Authenticate": "Bearer"})
+            return False
+        stream.socket.settimeout(self._stall_ms / 1000)
         try:
             return self._route(stream, request)
         except HttpError as error:
@@ -301,6 +342,16 @@ class StateServer:
         return True
 
 
+def _handshake(stream: Stream, tls: Tls) -> bool:
+    try:
+        stream.start_tls(server_context(tls))
+    except ssl.SSLError as error:
+        _log.warning("a reader of state was refused: %s", describe_tls_error(error))
+        stream.linger()
+        return False
+    return True
+
+
 def _require(version: Version, start: int, end: int) -> None:
     try:
         version.read(start, end, copy=False)
@@ -324,7 +375,10 @@ def _send(stream: Stream, body: bytes, content_type: str, request: Request) -> N
     stream.write([head] if request.method == "HEAD" else [head, body])
 
 
-def _send_text(stream: Stream, status: int, text: str, with_body: bool) -> None:
+def _send_text(
+    stream: Stream, status: int, text: str, with_body: bool, headers: dict[str, str] | None = None
+) -> None:
     body = (text + "\n").encode()
-    head = response_head(status, len(body), {"Content-Type": "text/plain; charset=utf-8"})
+    headers = {"Content-Type": "text/plain; charset=utf-8"} | (headers or {})
+    head = response_head(status, len(body), headers)
     stream.write([head, body] if with_body else [head])
