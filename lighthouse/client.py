@@ -255,9 +255,14 @@ class LighthouseClient:
 
 
 def fetch_status(
-    address: str, job_id: str | None = None, *, timeout_s: float = 5.0, security: Security | None = None
+    address: str,
+    job_id: str | None = None,
+    *,
+    timeout_s: float = 5.0,
+    security: Security | None = None,
+    wait: bool = True,
 ) -> pb.StatusReply:
-    """Ask the Lighthouse what it knows, of one job or of all.
+    """Ask the Lighthouse what it knows, of one job or of all. ``wait``: also for one that is not there yet.
 
     Raises:
         ValueError: bad address.
@@ -265,7 +270,7 @@ def fetch_status(
         LighthouseUnreachable: no answer within ``timeout_s``.
     """
     request = pb.StatusRequest(job_id=job_id or "").SerializeToString()
-    reply = _call(address, STATUS, request, timeout_s, security or Security())
+    reply = _call(address, STATUS, request, timeout_s, security or Security(), wait)
     return pb.StatusReply.FromString(reply)
 
 
@@ -289,11 +294,13 @@ def report_exit(
     return pb.ReportExitReply.FromString(reply).known
 
 
-def _call(address: str, method: str, request: bytes, timeout_s: float, security: Security) -> bytes:
+def _call(
+    address: str, method: str, request: bytes, timeout_s: float, security: Security, wait: bool = True
+) -> bytes:
     with open_channel(target_of(address), security) as channel:
         try:
             return channel.unary_unary(method)(
-                request, timeout=timeout_s, wait_for_ready=True, metadata=call_metadata(security)
+                request, timeout=timeout_s, wait_for_ready=wait, metadata=call_metadata(security)
             )
         except grpc.RpcError as error:
             if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.INVALID_ARGUMENT:

@@ -168,6 +168,11 @@ def fill_context(context: ssl.SSLContext, tls: Tls) -> ssl.SSLContext:
     return context
 
 
+def is_mismatch(error: BaseException | None) -> bool:
+    """True if trying again cannot help. A side that just died in the middle of a handshake is no mismatch."""
+    return isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+
+
 def describe_tls_error(error: ssl.SSLError) -> str:
     """One sentence about a failed handshake."""
     reason = (error.reason or "").upper()

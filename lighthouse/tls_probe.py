@@ -14,6 +14,7 @@ from lighthouse.security import (
     Tls,
     client_context,
     describe_tls_error,
+    is_mismatch,
 )
 
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
@@ -42,8 +43,7 @@ def tls_mismatch(address: str, security: Security, timeout_s: float = 2.0) -> st
             f"authority that the Lighthouse has in {VARIABLES['tls_ca']}"
         )
     except ssl.SSLError as error:
-        certain = isinstance(error, ssl.SSLCertVerificationError) or not isinstance(error, ssl.SSLEOFError)
-        return describe_tls_error(error) if certain else None
+        return describe_tls_error(error) if is_mismatch(error) else None
     except OSError:
         return None
 

@@ -22,18 +22,21 @@ Quorum-based fault tolerance for PyTorch and TorchTitan.
   torchft-plus lighthouse [--bind HOST:PORT] ...
       Run a Lighthouse by itself (torchft-plus lighthouse --help).
   torchft-plus status [--address HOST:PORT] [--job_id ID] [--story]
-      Ask a Lighthouse what it knows, and why.
+      Ask a Lighthouse what it knows, and why. Of a local run: with TORCHFT_PLUS_TOKEN_FILE=RUN_FOLDER/token.
   torchft-plus simulate [--preset llama3] ...
       Goodput under a failure rate, beside checkpoint-restart and torchft-like policies (docs/simulation.md).
 """
 
 _RUN_EPILOG = """\
-The file's own tables are [fault_tolerance], [launch], [lighthouse] and [[chaos]]; all others go to the
+The file's own tables are [fault_tolerance], [launch], [lighthouse], [security] and [[chaos]]; all others go to the
 trainer (docs/configuration.md). Any key can be overridden: --launch.replicas 2, --training.steps 100.
 
 Output of every rank, event logs, the Lighthouse's store and summary.json go to the run folder
 (launch.folder; by default a new one under outputs/). Ctrl-C ends everything in good order, a second
 Ctrl-C at once.
+
+Token and certificates: [security] in the file, or TORCHFT_PLUS_TOKEN, TORCHFT_PLUS_TOKEN_FILE and
+TORCHFT_PLUS_TLS_CERT, _KEY and _CA. A run with a Lighthouse of its own makes a token (in the run folder).
 
 exit status:
   0    the run finished, digests are equal, survivors lost no step

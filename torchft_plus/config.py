@@ -1,6 +1,6 @@
 """The run file: one TOML document that describes a whole run.
 
-Our tables are ``[fault_tolerance]``, ``[launch]``, ``[lighthouse]`` and ``[[chaos]]``; every other table
+Our tables are ``[fault_tolerance]``, ``[launch]``, ``[lighthouse]``, ``[security]`` and ``[[chaos]]``; every other table
 belongs to the trainer and passes through untouched. Ours are strict: an unknown key, a wrong type or a
 contradiction is one sentence (``ConfigError``), before anything is started. docs/configuration.md explains
 each key.
@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from lighthouse.security import Security, SecurityError
 from lighthouse.timeouts import DEFAULT_TIMEOUT_MS, Timeouts
 from torchft_plus.strict_table import (
     ConfigError,
@@ -28,7 +29,7 @@ from torchft_plus.strict_table import (
 
 __all__ = ["Chaos", "ConfigError", "FaultTolerance", "Launch", "LighthouseTable", "RunFile", "load_table"]
 
-OWN_TABLES = ("fault_tolerance", "launch", "lighthouse", "chaos")
+OWN_TABLES = ("fault_tolerance", "launch", "lighthouse", "security", "chaos")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +113,27 @@ class LighthouseTable:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SecurityTable:
+    """``[security]``: who may talk to the run. Files only: a token in a run file would be read by too many."""
+
+    token_file: str = ""
+    """Holds the token that every process of the run has."""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
+    """Certificate, key and authority (PEM): mutual TLS."""
+    tls_name: str = ""
+    """The DNS name that every certificate carries; by default "torchft-plus"."""
+
+    def resolve(self, environment: Mapping[str, str]) -> Security:
+        """With the files read; variables of the environment go before the table. Raises ConfigError."""
+        try:
+            return Security.resolve(environment, {f.name: getattr(self, f.name) for f in fields(self)})
+        except SecurityError as error:
+            raise ConfigError(f"{error}.") from error
+
+
+@dataclass(frozen=True, kw_only=True)
 class Chaos:
     """One ``[[chaos]]`` entry: a fault that the launcher makes, once or again and again.
 
@@ -158,6 +180,7 @@ def apply_overrides(document: Mapping[str, Any], overrides: Sequence[Override]) 
         "fault_tolerance": FaultTolerance,
         "launch": Launch,
         "lighthouse": LighthouseTable,
+        "security": SecurityTable,
     }
     for section, key, text in overrides:
         if section == "chaos":
@@ -187,6 +210,7 @@ class RunFile:
     fault_tolerance: FaultTolerance
     launch: Launch
     lighthouse: LighthouseTable
+    security: SecurityTable = field(default_factory=SecurityTable)
     chaos: tuple[Chaos, ...] = ()
     has_launch: bool = False
     """The file has a [launch] table: the launcher can run it."""
@@ -245,6 +269,7 @@ class RunFile:
             ),
             launch=load_table(Launch, document.get("launch", {}), "launch"),
             lighthouse=load_table(LighthouseTable, document.get("lighthouse", {}), "lighthouse"),
+            security=load_table(SecurityTable, document.get("security", {}), "security"),
             has_launch="launch" in document,
             chaos=tuple(
                 load_table(Chaos, entry, f"chaos[{index}]")

@@ -7,8 +7,9 @@ import queue
 import threading
 from collections.abc import Callable
 
-from lighthouse.client import LighthouseUnreachable, report_exit
+from lighthouse.client import LighthouseRefused, LighthouseUnreachable, report_exit
 from lighthouse.messages import Process
+from lighthouse.security import Security
 
 logger = logging.getLogger(__name__)
 
@@ -24,9 +25,11 @@ class ExitReporter:
     Args:
         address: gives the present address of the Lighthouse.
         job_id: the job.
+        security: what the Lighthouse is shown.
     """
 
-    def __init__(self, address: Callable[[], str], job_id: str) -> None:
+    def __init__(self, address: Callable[[], str], job_id: str, security: Security | None = None) -> None:
+        self._security = security
         self._address = address
         self._job_id = job_id
         self._queue: queue.SimpleQueue[Process | None] = queue.SimpleQueue()
@@ -51,9 +54,9 @@ class ExitReporter:
 
     def _deliver(self, process: Process) -> bool:
         try:
-            report_exit(self._address(), self._job_id, process, timeout_s=_ATTEMPT_S)
+            report_exit(self._address(), self._job_id, process, timeout_s=_ATTEMPT_S, security=self._security)
         except LighthouseUnreachable:
             return False
-        except ValueError as error:
+        except (ValueError, LighthouseRefused) as error:
             logger.error("The Lighthouse refused the report of the exit of %s: %s", process, error)
         return True

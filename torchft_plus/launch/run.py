@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
 
+from lighthouse.client import LighthouseRefused, LighthouseUnreachable, fetch_status
+from lighthouse.security import Security, without_security
 from torchft_plus.config import ConfigError, RunFile
 from torchft_plus.launch.summary import ExitCode, Summary, summarise
 from torchft_plus.launch.summary_text import summary_lines
@@ -18,6 +22,8 @@ from torchft_plus.launch.supervisor import LighthouseFailed, Outcome, Supervisor
 from torchft_plus.launch.view import View
 
 TITAN = "torchft_plus.titan"
+TOKEN_FILE = "token"
+_GREETING_S = 1.0
 
 
 def check(path: Path, arguments: Sequence[str]) -> RunFile:
@@ -29,6 +35,7 @@ def check(path: Path, arguments: Sequence[str]) -> RunFile:
     run = RunFile.load(path, arguments)
     if not run.has_launch:
         raise ConfigError(f"{path} has no [launch] table: it says how many replica groups to start.")
+    run.security.resolve(os.environ)
     if run.launch.module == TITAN and not run.launch.command:
         _check_titan(run)
     return run
@@ -60,6 +67,33 @@ def make_folder(run: RunFile) -> Path:
     return folder
 
 
+def make_security(run: RunFile, folder: Path, environment: Mapping[str, str]) -> Security:
+    """What guards this run. With a Lighthouse of its own and no token, it gets a new one, kept in the run folder.
+
+    Raises:
+        ConfigError: the Lighthouse that is there already does not let this run in.
+    """
+    security = run.security.resolve(environment)
+    address = run.fault_tolerance.lighthouse
+    if address:
+        try:
+            fetch_status(
+                address, run.fault_tolerance.job_id, timeout_s=_GREETING_S, security=security, wait=False
+            )
+        except LighthouseRefused as error:
+            raise ConfigError(f"{error}.") from error
+        except LighthouseUnreachable:
+            pass  # it may come later: the groups wait for it
+        return security
+    if security.token:
+        return security
+    security = replace(security, token=secrets.token_hex(32))
+    path = folder / TOKEN_FILE
+    path.touch(mode=0o600)
+    path.write_text(security.token + "\n", encoding="ascii")
+    return security
+
+
 def run(
     path: Path,
     arguments: Sequence[str],
@@ -84,9 +118,11 @@ def run(
     run_file = check(path, arguments)
     folder = make_folder(run_file)
     console.print(Text(f"run folder: {folder}"), soft_wrap=True)
+    security = make_security(run_file, folder, environment)
+    environment = without_security(environment) | security.environment()
     try:
         with View(console, run_file.steps) as view:
-            outcome = Supervisor(run_file, folder, environment, view).run()
+            outcome = Supervisor(run_file, folder, environment, view, security).run()
     except LighthouseFailed as error:
         console.print(Text(str(error)), soft_wrap=True)
         return ExitCode.NOT_FINISHED

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from lighthouse.events import EventLog
 from lighthouse.messages import Process
+from lighthouse.security import Security
 from torchft_plus.config import RunFile
 from torchft_plus.launch.chaos import ChaosSchedule, Injection
 from torchft_plus.launch.event_follower import Event, EventFollower
@@ -86,10 +87,16 @@ class Supervisor:
         folder: the run folder, new and empty.
         environment: of the launcher.
         observer: who shows it.
+        security: of the run; ``environment`` has it, too.
     """
 
     def __init__(
-        self, run: RunFile, folder: Path, environment: Mapping[str, str], observer: Observer
+        self,
+        run: RunFile,
+        folder: Path,
+        environment: Mapping[str, str],
+        observer: Observer,
+        security: Security | None = None,
     ) -> None:
         self._run = run
         self._environment = dict(environment)
@@ -128,7 +135,7 @@ class Supervisor:
         self._last_lines: dict[str, list[str]] = {}
         self._end: End | None = None
         self._reported: set[str] = set()
-        self._reporter = ExitReporter(self._lighthouse_address, run.fault_tolerance.job_id)
+        self._reporter = ExitReporter(self._lighthouse_address, run.fault_tolerance.job_id, security)
 
     def run(self) -> Outcome:
         """Start everything, keep it running, end everything. Must be called on the main thread.

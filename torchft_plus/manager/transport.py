@@ -20,6 +20,7 @@ from lighthouse.security import (
     Security,
     client_context,
     describe_tls_error,
+    is_mismatch,
 )
 from torchft_plus.manager.tls_handshake import talking_server_context
 
@@ -133,7 +134,7 @@ class FrameConnection(asyncio.Protocol):
         _open_descriptors.discard(self._descriptor)
         if not self._closed:
             self._closed = True
-            self.refused = isinstance(exc, ssl.SSLError) and not self._heard
+            self.refused = is_mismatch(exc) and not self._heard
             reason = (
                 describe_tls_error(exc) if isinstance(exc, ssl.SSLError) else str(exc or "closed by peer")
             )
@@ -212,6 +213,8 @@ async def connect(
             )
         )[1]
     except ssl.SSLError as error:
+        if not is_mismatch(error):
+            raise
         raise PeerRefused(describe_tls_error(error)) from error
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from lighthouse.security import Security
 from torchft_plus.config import FaultTolerance, RunFile
 from torchft_plus.strict_table import ConfigError, load_table, parse_overrides
 from torchft_plus.titan.schema import Tables, check_tables, override
@@ -33,6 +34,7 @@ class TitanConfig:
     """Which share of the data this group reads, 0 to ``group_size - 1``."""
     lighthouse: str = ""
     """host:port."""
+    security: Security = field(default_factory=Security)
 
     @property
     def replica_name(self) -> str:
@@ -64,7 +66,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
     run = RunFile.load(path, arguments)
     named = any((section, key) == ("fault_tolerance", "replica_id") for section, key, _ in overrides)
     table = run.fault_tolerance if named else _named_by_launcher(run.fault_tolerance, environment)
-    own = ("fault_tolerance", "launch", "lighthouse")
+    own = ("fault_tolerance", "launch", "lighthouse", "security")
     theirs = [o for o in overrides if o[0] not in own and o[:2] != CONFIG_FILE]
     document, native = override(run.training, theirs)
     custom = bool(document.get("job", {}).get("custom_config_module"))
@@ -81,6 +83,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
     )
     if not table.enable:
         return config
+    config = replace(config, security=run.security.resolve(environment))
     _check_enabled(config)
     return (
         config if config.group_size == 1 else replace(config, tables=own_folder(tables, config.replica_name))

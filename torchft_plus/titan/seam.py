@@ -113,4 +113,5 @@ def connect(config: TitanConfig) -> Any:
         job_id=table.job_id,
         catch_up_max_steps=table.catch_up_max_steps,
         digest_every=table.digest_every,
+        security=config.security,
     )

@@ -76,12 +76,13 @@ def launch(
     module: bool = False,
     known_steps: bool = True,
     lighthouse: bool = False,
+    address: str = "127.0.0.1:9",
     **env: str,
 ) -> Launched:
     """Start ``python -m torchft_plus run`` on a run file made of the parts (``module``: ``table`` says what to run)."""
     mark = f"mark-{uuid.uuid4().hex}"
     folder = tmp_path / "run"
-    external = "" if lighthouse else 'lighthouse = "127.0.0.1:9"'
+    external = "" if lighthouse else f'lighthouse = "{address}"'
     lines = [f"folder = {json.dumps(str(folder))}"]
     if "replicas" not in table:
         lines.append("replicas = 2")
