@@ -1,9 +1,9 @@
 """A plain PyTorch loop with DiLoCo, for tests that kill it. One rank of one replica group.
 
 Environment: what Manager reads, and TRAINER_SYNCS, TRAINER_SYNC_EVERY, TRAINER_FRAGMENTS (1 or 2), TRAINER_DELAY,
-TRAINER_ALPHA_PERCENT, TRAINER_STEP_MS (of an inner step), TRAINER_TIMEOUT_MS, TRAINER_SYNC_MS (0: by steps), TRAINER_DIE_IN
-("launch", "finish" or "apply") with TRAINER_DIE_AT (sync): SIGKILL itself there. Each inner step is an event "inner"
-{sync, inner_steps, total} in {replica}.{rank}.inner.jsonl.
+TRAINER_ALPHA_PERCENT, TRAINER_CODEC (with error feedback), TRAINER_STEP_MS (of an inner step), TRAINER_TIMEOUT_MS,
+TRAINER_SYNC_MS (0: by steps), TRAINER_DIE_IN ("launch", "finish" or "apply") with TRAINER_DIE_AT (sync): SIGKILL itself there.
+Each inner step is an event "inner" {sync, inner_steps, total} in {replica}.{rank}.inner.jsonl.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def main() -> None:
         sync_every=setting("SYNC_EVERY", 10),
         fragment_sync_delay=setting("DELAY", 0),
         fragment_update_alpha=setting("ALPHA_PERCENT", 0) / 100,
+        codec=os.environ.get("TRAINER_CODEC"),
+        error_feedback="TRAINER_CODEC" in os.environ,
         sync_seconds=sync_ms / 1000 if sync_ms else None,
     )
     seed = sum(manager.replica_id().encode())

@@ -11,6 +11,7 @@ from torch import nn
 
 from torchft_plus.manager.manager import Manager
 from torchft_plus.manager.optim import Optimizer as FaultTolerantOptimizer
+from torchft_plus.reduce.codec import codec as codec_of
 from torchft_plus.reduce.layout import DEFAULT_BUCKET_BYTES, MEBIBYTE
 from torchft_plus.semi_sync.fragment import Fragment
 from torchft_plus.semi_sync.outer_loop import OuterLoop
@@ -48,11 +49,13 @@ class DiLoCo:
         pin_memory, use_bucketization: accepted for torchft's sake; the global copy stays on the parameters' device, and
             pseudo-gradients always travel in buckets.
         bucket_cap_mb: size of a bucket in MiB.
-        should_quantize: send pseudo-gradients in 8 bits.
+        should_quantize: send pseudo-gradients in 8 bits: the codec "int8".
         fragment_sync_delay: inner steps between sending a pseudo-gradient and taking over the result.
         fragment_update_alpha: share of the local parameters that a sync leaves in place (0: none).
         sync_seconds: end a window after this time, too, or when another group has come to its end; pseudo-gradients are then
             averaged by inner steps. For groups of different speed.
+        codec: name of the codec that pseudo-gradients are sent with ("bf16", "int8", "fp8").
+        error_feedback: add to a fragment's next pseudo-gradient what the codec took away.
 
     Raises:
         ValueError: an argument that does not fit the others; the sentence says which.
@@ -74,6 +77,8 @@ class DiLoCo:
         fragment_update_alpha: float = 0.0,
         *,
         sync_seconds: float | None = None,
+        codec: str | None = None,
+        error_feedback: bool = False,
     ) -> None:
         del pin_memory, use_bucketization
         if isinstance(inner_optimizer, FaultTolerantOptimizer):
@@ -96,12 +101,15 @@ class DiLoCo:
             )
             for own, outer in zip(named, outers, strict=True)
         ]
+        chosen = codec or ("int8" if should_quantize else None)
         self._loop = OuterLoop(
             manager,
             self._fragments,
             schedule,
             window_s=sync_seconds,
             bucket_bytes=DEFAULT_BUCKET_BYTES if bucket_cap_mb is None else bucket_cap_mb * MEBIBYTE,
+            codec=None if chosen is None else codec_of(chosen),
+            error_feedback=error_feedback,
         )
         register_rest(manager.state, model_fragments)
         self._inner_optimizer = inner_optimizer

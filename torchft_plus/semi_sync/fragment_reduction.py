@@ -81,4 +81,6 @@ class FragmentReduction:
         return [named for reducer in self._reducers for named in reducer.reduced_parameters()]
 
     def caught_up(self) -> None:
-        """There is nothing of its own to put back."""
+        """See ``AttachedReduction``; what error feedback still owed belonged to the state that was replaced."""
+        for reducer in self._reducers:
+            reducer.caught_up()

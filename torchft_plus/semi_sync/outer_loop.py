@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from torchft_plus.manager.outcome import StepOutcome, StepPlan
+from torchft_plus.reduce.codec import Codec
 from torchft_plus.reduce.layout import DEFAULT_BUCKET_BYTES
 from torchft_plus.reduce.reducer import GradientReducer
 from torchft_plus.reduce.reduction import AttachedReduction
@@ -64,6 +65,8 @@ class OuterLoop:
         window_s: let a window end after this many seconds (or ``schedule.window`` inner steps), or when another group has
             come to its end; pseudo-gradients are then averaged by the inner steps behind them. For groups of different speed.
         bucket_bytes: size of the buckets that pseudo-gradients travel in.
+        codec: send pseudo-gradients in fewer bytes.
+        error_feedback: add to a fragment's next pseudo-gradient what the codec took away.
         clock: monotonic seconds.
 
     Raises:
@@ -78,6 +81,8 @@ class OuterLoop:
         *,
         window_s: float | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        codec: Codec | None = None,
+        error_feedback: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if schedule.fragments != len(fragments):
@@ -99,7 +104,12 @@ class OuterLoop:
         """This window began between two syncs of the others, and ends when they come to theirs."""
         self._since_set = [0] * len(fragments)
         """Inner steps since each fragment was last taken over from the others."""
-        reducers = [GradientReducer(f.named_shared(), bucket_bytes=bucket_bytes) for f in fragments]
+        reducers = [
+            GradientReducer(
+                fragment.named_shared(), bucket_bytes=bucket_bytes, codec=codec, error_feedback=error_feedback
+            )
+            for fragment in fragments
+        ]
         self._reduction = FragmentReduction(reducers, self._turn)
         manager.use_windows()
         manager.attach(self._reduction)

@@ -235,6 +235,8 @@ def test_tied_and_frozen_parameters(make_manager: MakeManager) -> None:
         ({"backup_device": torch.device("meta")}, "backup_device is meta"),
         ({"sync_seconds": 0}, "sync_seconds is 0"),
         ({"model_fragments": [nn.ReLU()]}, "no trainable parameter"),
+        ({"codec": "int4"}, "int4"),
+        ({"error_feedback": True}, "without a codec"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -255,6 +257,6 @@ def test_what_does_not_fit_is_refused(
         "sync_every": 2,
     }
     for key, value in change.items():
-        arguments[key] = named[value]() if isinstance(value, str) else value
+        arguments[key] = named[value]() if isinstance(value, str) and value in named else value
     with pytest.raises(ValueError, match=sentence):
         DiLoCo(manager, **arguments)  # type: ignore[arg-type]
