@@ -3,6 +3,7 @@
     scripts/bench overhead     step time with nobody failing, as a ratio to plain DDP over gloo
     scripts/bench recovery     what a SIGKILL of one of three replica groups costs the others
     scripts/bench lighthouse   what 16 to 4,096 replica groups cost a Lighthouse, and how fast it answers them
+    scripts/bench state        transfer of 64 MB to 2 GB to a group that joins, and what the others feel of it
 
 torchft is measured in an environment of its own: .venv-torchft, made at need, or the one that --torchft-python or
 $TORCHFT_PYTHON names.
@@ -16,7 +17,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks import lighthouse_load, overhead, recovery, report, torchft_environment
+from benchmarks import (
+    lighthouse_load,
+    overhead,
+    recovery,
+    report,
+    state,
+    state_faults,
+    state_transfer,
+    torchft_environment,
+)
 from benchmarks.children import ROOT, ChildFailed
 
 SYSTEMS = ("torchft_plus", "torchft")
@@ -57,13 +67,31 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     part.add_argument(
         "--losses", type=int, default=100, help="of each kind with up to 128 groups (default 100)"
     )
+    part = commands.add_parser("state", parents=[common], help="transfer of the state to a group that joins")
+    part.add_argument(
+        "--parts", nargs="+", choices=state.PARTS, default=list(state.PARTS), help="default: all"
+    )
+    sizes = state_transfer.SIZES_MB
+    part.add_argument("--sizes-mb", nargs="+", type=int, default=sizes, help=f"default: {sizes}")
+    part.add_argument("--repeats", type=int, default=9, help="of each transfer (default 9)")
+    part.add_argument("--joins", type=int, default=3, help="of each variant of steps (default 3)")
+    part.add_argument("--faults", type=int, default=5, help="of each kind (default 5)")
+    part.add_argument(
+        "--fault-mb", type=int, default=state_faults.SIZE_MB, help=f"default {state_faults.SIZE_MB}"
+    )
+    part.add_argument("--stopped-s", type=float, default=10.0, help="of the deaf reader (default 10)")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Measure, print and write."""
     options = parse(arguments)
-    bench = {"overhead": overhead, "recovery": recovery, "lighthouse": lighthouse_load}[options.command]
+    bench = {
+        "overhead": overhead,
+        "recovery": recovery,
+        "lighthouse": lighthouse_load,
+        "state": state,
+    }[options.command]
     options.scratch = tempfile.mkdtemp(prefix=f"bench-{options.command}-")
     try:
         torchft = None

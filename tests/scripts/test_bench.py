@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -16,10 +17,14 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from benchmarks import overhead  # noqa: E402
+from benchmarks import overhead, state_faults_worker, state_steps, state_worker  # noqa: E402
+from benchmarks.__main__ import main as bench  # noqa: E402
 from benchmarks.children import ChildFailed, Worker, environment  # noqa: E402
 from benchmarks.figures import quantile, summarize  # noqa: E402
 from benchmarks.recovery_log import Journal  # noqa: E402
+
+from lighthouse.messages import Head  # noqa: E402
+from torchft_plus.state import StateServer  # noqa: E402
 
 ECHO = """
 from benchmarks.channel import Channel
@@ -129,3 +134,56 @@ def test_settings_of_an_outer_job_do_not_reach_what_is_measured(monkeypatch: pyt
     assert "RANK" not in env
     assert "TORCHFT_LIGHTHOUSE" not in env
     assert env["OMP_NUM_THREADS"] == "1"
+
+
+def test_state_bench_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One small transfer between two processes, with its report."""
+    arguments = [
+        "state",
+        "--parts",
+        "transfer",
+        "--systems",
+        "torchft_plus",
+        "--sizes-mb",
+        "8",
+        "--repeats",
+        "1",
+    ]
+    assert bench([*arguments, "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "torchft_plus" in shown
+    assert "raw TCP copy" in shown
+    entries = {
+        entry["mode"]: entry for entry in json.loads((tmp_path / "state.json").read_text())["transfer"]
+    }
+    assert set(entries) == {"ours", "raw", "memcpy"}
+    assert all(entry["gb_s"] > 0 for entry in entries.values())
+
+
+def test_a_flipped_bit_of_the_bench_is_told() -> None:
+    size_bytes = 16 << 20
+    server = StateServer(state_worker.plus_registry(state_worker.make_state(size_bytes, filled=True)))
+    server.pin(Head(1, 1))
+    server.publish(Head(1, 1))
+    result = state_faults_worker.fetch_flipped(size_bytes, 1, [server.address], seed=3)
+    assert result["right"]
+    assert any("damaged" in note for note in result["notes"])
+    server.close()
+
+
+def test_a_deaf_reader_of_the_bench_makes_the_donor_copy_once() -> None:
+    result = state_faults_worker.train_while_read(16 << 20, steps=3, stopped_s=0.2)
+    assert result["copied_bytes"] >= 8 << 20
+    assert len(result["meanwhile_s"]) > 0
+
+
+def test_steps_are_those_between_the_joiners_first_step_and_its_level() -> None:
+    journal = _journal({name: [10.0, *[0.04] * 99] for name in state_steps.SURVIVORS})
+    groups = state_steps.Groups(journal, {}, {})
+    assert len(groups._gaps(10.5, 11.0)) == 2 * 13
+    entry = state_steps._entry(
+        state_steps.Variant("torchft_plus", throttled=True),
+        [{"normal_s": [0.04] * 4, "during_s": [0.04, 0.08], "join_s": 1.0, "steps_that_differ": 0}],
+    )
+    assert entry["during_ms"][2] == pytest.approx(80)
+    assert state_steps.table([entry])[2][0][0] == "throttled"
