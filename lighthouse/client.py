@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import queue
 import random
@@ -27,6 +28,8 @@ FIRST_BACKOFF_MS = 20
 MAX_BACKOFF_MS = 1_000
 STABLE_SESSION_MS = 1_000
 """A session that lasted this long was a good one: after it the backoff starts anew."""
+ANSWER_EVERY = 2
+"""So many heartbeats to an answer. Five fit into the limit, so that two answers at least may be late before it is over."""
 MIN_SILENCE_MS = 1_000
 """A Lighthouse that is silent for less than this may just be busy."""
 
@@ -193,7 +196,7 @@ class LighthouseClient:
         stream = _Stream(self._target, f"lighthouse-{self._process.replica_id}", self._security)
         # From here on send() goes to this stream: what changes after the greeting was made must not be lost.
         self._stream = stream
-        self._unanswered = deque([time.monotonic()])  # `open` is answered, then each beat, in order
+        self._unanswered = deque([time.monotonic()])  # `open` is answered, then beats, in order
         beater = asyncio.create_task(self._beat())
         try:
             for message in self._greet():
@@ -237,10 +240,12 @@ class LighthouseClient:
 
     async def _beat(self) -> None:
         interval_s = self._timeouts.heartbeat_interval_ms / 1000
-        while True:
+        for number in itertools.count(1):
             await asyncio.sleep(interval_s)
-            self._unanswered.append(time.monotonic())
-            self.send(Beat(self._progress()))
+            quiet = number % ANSWER_EVERY != 0
+            if not quiet:
+                self._unanswered.append(time.monotonic())
+            self.send(Beat(self._progress(), quiet))
 
     def _stamp(self, message: Up) -> wire.SessionUp:
         if isinstance(message, Hello):

@@ -280,7 +280,8 @@ class LighthouseDaemon:
             match wire.decode_up(data):
                 case Beat() as beat:
                     self._handle(job, Received(process, number, beat))
-                    job.answer(session)
+                    if not beat.quiet:
+                        job.answer(session)
                 case (Ask() | Fault()) as message:
                     self._handle(job, Received(process, number, message))
                 case wire.Pong():

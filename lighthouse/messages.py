@@ -131,6 +131,8 @@ class Beat:
     """Heartbeat with progress; never an ask."""
 
     progress: Progress
+    quiet: bool = False
+    """It needs no answer: an answer is nearly as dear for the Lighthouse as the heartbeat itself."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ class Pong:
 
 @dataclass(frozen=True, slots=True)
 class BeatAnswer:
-    """The Lighthouse answers ``open`` and each beat, so that a member knows that it is heard."""
+    """The Lighthouse answers ``open`` and each beat that is not quiet, so that a member knows that it is heard."""
 
 
 SessionUp = Open | Ask | Beat | Fault | Pong
@@ -99,7 +99,7 @@ def encode_up(message: SessionUp) -> bytes:
             ask = pb.Ask(position=_position_out(message.position), leaving=message.leaving)
             up = pb.SessionUp(ask=ask)
         case Beat():
-            up = pb.SessionUp(beat=pb.Beat(progress=_progress_out(message.progress)))
+            up = pb.SessionUp(beat=pb.Beat(progress=_progress_out(message.progress), quiet=message.quiet))
         case Fault():
             fault = pb.Fault(
                 quorum_id=message.quorum_id, peer=message.peer or "", reason=shorten(message.reason)
@@ -119,7 +119,7 @@ def decode_up(data: bytes) -> SessionUp:
         case "ask":
             return Ask(_position_in(up.ask, "ask"), up.ask.leaving)
         case "beat":
-            return Beat(_progress_in(up.beat.progress, "beat.progress"))
+            return Beat(_progress_in(up.beat.progress, "beat.progress"), up.beat.quiet)
         case "fault":
             peer = _name(up.fault.peer, "fault.peer") if up.fault.peer else None
             return Fault(

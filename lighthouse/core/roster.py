@@ -429,7 +429,8 @@ class Roster:
         elif peer.back_by_ms is not None:
             if self.wakeups.due(peer.back_by_ms):
                 self._lose(
-                    peer, f"it is not back {self.config.restart_grace_ms} ms after others were heard again"
+                    peer,
+                    f"silent, and not back {self.config.restart_grace_ms} ms after others were heard again",
                 )
         elif peer.held:
             if self.wakeups.due(peer.heard_ms + self.config.certainly_gone_ms):

@@ -103,10 +103,12 @@ class Ask(_message.Message):
     def __init__(self, position: _Optional[_Union[Position, _Mapping]] = ..., leaving: _Optional[bool] = ...) -> None: ...
 
 class Beat(_message.Message):
-    __slots__ = ("progress",)
+    __slots__ = ("progress", "quiet")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
     progress: Progress
-    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+    quiet: bool
+    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., quiet: _Optional[bool] = ...) -> None: ...
 
 class Fault(_message.Message):
     __slots__ = ("quorum_id", "peer", "reason")

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.channel import Channel
 from benchmarks.light_session import LightSession, message_frame, opening
 from lighthouse import wire
-from lighthouse.client import report_exit
+from lighthouse.client import ANSWER_EVERY, report_exit
 from lighthouse.messages import Ask, Beat, Form, Head, Hello, Position, Process, Progress, Quorum
 from lighthouse.rpc import SESSION
 from lighthouse.timeouts import Timeouts
@@ -163,7 +163,8 @@ class Crowd:
         pause_s = Timeouts().heartbeat_interval_ms / 1000 / SLOTS
         due_s, turn = time.perf_counter(), 0
         while True:
-            beat = Beat(Progress(turn // SLOTS, PHASES[turn // SLOTS % len(PHASES)], turn))
+            lap = turn // SLOTS
+            beat = Beat(Progress(lap, PHASES[lap % len(PHASES)], turn), quiet=lap % ANSWER_EVERY != 0)
             frames = message_frame(wire.encode_up(beat))
             for member in self.members[turn % SLOTS :: SLOTS]:
                 member.send(frames)

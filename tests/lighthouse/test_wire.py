@@ -54,7 +54,7 @@ hellos = st.builds(Hello, positions, addresses, st.integers(1, 64), st.none() | 
 ups = st.one_of(
     st.builds(wire.Open, names, processes, numbers, hellos),
     st.builds(Ask, positions, st.booleans()),
-    st.builds(Beat, progresses),
+    st.builds(Beat, progresses, st.booleans()),
     st.builds(Fault, numbers, st.none() | names, texts),
     st.just(wire.Pong()),
 )

@@ -141,7 +141,8 @@ class Lighthouse:
                 end.close()
             elif isinstance(message, Beat):
                 self._handle(Received(*key[0], message))
-                self._answer(end)
+                if not message.quiet:
+                    self._answer(end)
             elif isinstance(message, Ask | Fault):
                 self.world.trace(self.life.name, "hears from {}: {}", key[0][0], message)
                 self._handle(Received(*key[0], message))
