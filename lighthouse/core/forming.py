@@ -89,7 +89,7 @@ def _first(view: View, roster: Roster, asks: list[Peer]) -> Plan | Wait:
         return Wait(f"{missing}; at most until join_timeout_ms ({config.join_timeout_ms})")
     plan = _restart(stayers, "first quorum")
     if plan is None:
-        return Wait("for a replica that holds any state", start_over=True)
+        return Wait("for a replica that holds any state", start_over=not roster.pending)
     if roster.q_last is None and (plan.base.step or view.highest_step):
         lost = view.highest_step - plan.base.step
         text = f"nothing is stored of this job: training goes on from step {plan.base.step}, the newest that is here"
@@ -154,7 +154,9 @@ def _total_loss(
         return Wait(f"for {needed} replicas (min_replicas), {len(stayers)} have asked", total_loss=True)
     plan = _restart(stayers, "total loss")
     if plan is None:
-        return Wait("for replicas that restart with an initial state", total_loss=True, start_over=True)
+        # A new process that waits for the place of its predecessor brings an initial state.
+        text = "for replicas that restart with an initial state"
+        return Wait(text, total_loss=True, start_over=not roster.pending)
     later = [str(p.process) for p in roster.peers.values() if _brings_more(p, plan.base, roster)]
     if later:
         return Wait(f"for {', '.join(later)} to ask: what it holds is newer", total_loss=True)

@@ -261,7 +261,9 @@ class QuorumCore:
         if peer.position is None or (self.q_last is not None and not self._roster.is_member(peer)):
             return
         head = peer.position.head
-        if self.q_last is None or head.quorum_id == self.q_last.id or step > head.step:
+        # A joiner's training still stands where it was left behind, perhaps on a chain that was given up.
+        moved_on = peer.position.level and step > head.step
+        if self.q_last is None or head.quorum_id == self.q_last.id or moved_on:
             self._highest_step = max(self._highest_step, step)
 
     def _learn(self, peer: Peer, quorum: Quorum | None) -> None:

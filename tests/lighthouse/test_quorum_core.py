@@ -585,6 +585,54 @@ def test_a_joiner_is_evidence_but_does_not_hold_the_state() -> None:
     assert driver.quorum.reload
 
 
+def test_nobody_starts_over_while_a_new_process_waits_for_the_place_of_its_predecessor() -> None:
+    driver = Driver(expected_replicas=2, restart_timeout_ms=50)
+    other = Position(0, Head(0, 0, "other"), level=True)
+    driver.connect("a")
+    driver.connect("j", position=other)
+    driver.ask("a")
+    driver.ask("j", other)
+    base = driver.quorum.base
+    driver.exit_seen("a")
+    driver.connect("a2", position=other)
+    driver.disconnect("a2")
+    driver.connect("a3", position=other)
+    driver.ask("a3", other)
+    driver.ask("j", Position(driver.quorum.id, base, level=False))
+    driver.wait(99, beats="j a3")
+    assert driver.retired("j") == []
+    driver.wait(1, beats="j a3")
+    assert driver.members == "a3 (j)"
+
+
+def test_the_steps_that_a_joiner_did_on_a_chain_that_was_given_up_are_not_lost_again() -> None:
+    driver = Driver(expected_replicas=2, restart_timeout_ms=1_000)
+    driver.form("a b")
+    quorum, disk = driver.quorum, Head(9, driver.quorum.id)
+    driver.steps[process("a")] = 12
+    driver.wait(1_000, beats="a b")
+    driver.exit_seen("a")
+    driver.exit_seen("b")
+    driver.connect("a2", position=Position(0, disk, level=True, disk_head=disk))
+    driver.ask("a2", Position(0, disk, level=True, disk_head=disk))
+    late = Position(quorum.id, Head(12, quorum.id), level=True)
+    driver.wait(1_000, beats="a2")
+    assert "3 steps are lost" in driver.announcements("a2")
+    driver.connect("c", quorum, late)
+    driver.ask("c", Position(driver.quorum.id, late.head, level=True))
+    driver.ask_fenced("a2", head=disk)
+    assert driver.members == "a2 (c)"
+    driver.ask("c", Position(driver.quorum.id, disk, level=False))
+    driver.steps[process("c")] = 12
+    driver.wait(1_000, beats="a2 c")
+    driver.exit_seen("a2")
+    older = Head(7, quorum.id)
+    driver.connect("a3", position=Position(0, older, level=True, disk_head=older))
+    driver.ask("a3", Position(0, older, level=True, disk_head=older))
+    driver.wait(1_000, beats="a3 c")
+    assert "2 steps are lost" in driver.announcements("a3")
+
+
 # --- L6: overdue ------------------------------------------------------------------------------------------------
 
 
