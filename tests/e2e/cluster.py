@@ -17,6 +17,8 @@ from typing import Any
 
 from netns import Network
 
+from lighthouse.security import Security
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = Path(__file__).with_name("trainer.py")
 Event = dict[str, Any]
@@ -32,6 +34,7 @@ class Cluster:
 
     ``script`` is what each rank runs. With a ``network`` each replica group runs on its host of that name, and the
     Lighthouse on "lighthouse"; without one all are on loopback. ``trainer``: settings of the script.
+    ``security``: token and TLS of all processes.
     """
 
     def __init__(
@@ -42,8 +45,10 @@ class Cluster:
         expected: int | None = None,
         network: Network | None = None,
         script: Path = TRAINER,
+        security: Security | None = None,
         **trainer: object,
     ) -> None:
+        self.security = security or Security()
         self.folder = folder
         self.events_folder = folder / "events"
         self.events_folder.mkdir(parents=True, exist_ok=True)
@@ -67,6 +72,7 @@ class Cluster:
             "TORCHFT_PLUS_EVENTS": str(self.events_folder),
             "OMP_NUM_THREADS": "1",
             "RES_OPTIONS": "timeout:1 attempts:1",
+            **self.security.environment(),
             **more,
         }
 
@@ -93,8 +99,10 @@ class Cluster:
         self.lighthouse.kill()
         self.lighthouse.wait()
 
-    def start(self, replica: str, ranks: int = 1, **trainer: object) -> None:
-        """(Re)start a replica group of ``ranks`` processes; ``trainer``: settings for this life of it only."""
+    def start(
+        self, replica: str, ranks: int = 1, security: Security | None = None, **trainer: object
+    ) -> None:
+        """(Re)start a replica group of ``ranks`` processes; ``trainer``, ``security``: settings for this life of it only."""
         host = self.network.address("lighthouse") if self.network else "127.0.0.1"
         master_port = str(free_port())
         incarnation = self.incarnations[replica] = uuid.uuid4().hex
@@ -104,7 +112,7 @@ class Cluster:
             environment = self.environment(
                 TORCHFT_LIGHTHOUSE=f"{host}:{self.port}", REPLICA_ID=replica, RANK=str(rank), WORLD_SIZE=str(ranks),
                 MASTER_ADDR="127.0.0.1", MASTER_PORT=master_port, TORCHFT_PLUS_INCARNATION=incarnation,
-                **self.trainer, **trainer_settings(trainer),
+                **self.trainer, **trainer_settings(trainer), **(security or self.security).environment(),
             )  # fmt: skip
             with (self.folder / f"{replica}.{rank}.log").open("ab") as log:
                 command = [*self._enter(replica), sys.executable, str(self.script)]
