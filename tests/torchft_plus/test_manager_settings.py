@@ -62,3 +62,18 @@ def test_a_mistake_is_one_sentence(
     with pytest.raises(SettingsError) as caught:
         resolve(environment, **arguments)
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_bind_host_may_be_an_interface() -> None:
+    assert resolve({"TORCHFT_LIGHTHOUSE": "127.0.0.1:1", "TORCHFT_PLUS_BIND": "lo"}).bind_host == "127.0.0.1"
+    with pytest.raises(SettingsError, match="TORCHFT_PLUS_BIND"):
+        resolve({"TORCHFT_LIGHTHOUSE": "127.0.0.1:1", "TORCHFT_PLUS_BIND": "no such.interface"})
+
+
+def test_security_comes_from_the_environment() -> None:
+    token = "0123456789abcdef"
+    found = resolve({"TORCHFT_LIGHTHOUSE": "https://127.0.0.1:1", "TORCHFT_PLUS_TOKEN": token})
+    assert found.security.token == token
+    assert token not in repr(found)
+    with pytest.raises(SettingsError, match="TORCHFT_PLUS_TOKEN holds no token"):
+        resolve({"TORCHFT_LIGHTHOUSE": "127.0.0.1:1", "TORCHFT_PLUS_TOKEN": "short"})

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from lighthouse.rpc import parse_address
 from lighthouse.security import Security, SecurityError
 from lighthouse.timeouts import DEFAULT_TIMEOUT_MS, Timeouts
+from torchft_plus.process_group.bind import numeric
 
 NAME = re.compile(r"[A-Za-z0-9_.:@-]{1,128}")
 
@@ -109,7 +110,7 @@ class Settings:
             group_world_size=world_size,
             store_address=f"{host}:{port}" if world_size > 1 else "",
             store_prefix=f"torchft_plus/{name}/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}",
-            bind_host=bind_host or env.get("TORCHFT_PLUS_BIND") or _own_host(lighthouse_address),
+            bind_host=_bind_host(bind_host or env.get("TORCHFT_PLUS_BIND"), lighthouse_address),
             min_replica_size=min_replica_size,
             timeouts=timeouts,
             security=security,
@@ -124,6 +125,15 @@ def _integer(env: Mapping[str, str], name: str, default: int) -> int:
         return int(text)
     except ValueError:
         raise SettingsError(f"{name} is {text!r}: it must be a whole number") from None
+
+
+def _bind_host(wanted: str | None, lighthouse_address: str) -> str:
+    if not wanted:
+        return _own_host(lighthouse_address)
+    try:
+        return numeric(wanted)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
 
 
 def _own_host(lighthouse_address: str) -> str:
