@@ -87,6 +87,37 @@ def test_every_dtype_and_layout_in_place() -> None:
     server.close()
 
 
+def test_memory_that_has_two_names_stays_one_memory() -> None:
+    """Tied weights and a buffer that two modules share, while the donor trains on."""
+
+    class Tied(torch.nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.one, self.two = torch.nn.Linear(300, 300), torch.nn.Linear(300, 300)
+            self.two.weight = self.one.weight
+            table = torch.randn(1 << 20)
+            self.one.register_buffer("table", table)
+            self.two.register_buffer("table", table)
+
+    donor, joiner = Tied(1), Tied(2)
+    registries = [StateRegistry(), StateRegistry()]
+    for registry, model in zip(registries, (donor, joiner), strict=True):
+        registry.register_module("model", model)
+    expected = registries[0].digest()
+    server = StateServer(registries[0])
+    serve(server, HEAD)
+    server.before_update()
+    with torch.no_grad():
+        donor.one.weight.add_(1)
+        donor.one.get_buffer("table").add_(1)
+    apply(registries[1], fetch(registries[1], HEAD, server.address))
+    assert registries[1].digest() == expected
+    assert joiner.two.weight is joiner.one.weight
+    assert joiner.two.get_buffer("table").data_ptr() == joiner.one.get_buffer("table").data_ptr()
+    server.close()
+
+
 def test_a_whole_replica_and_its_report() -> None:
     donor, joiner = make_replica(1), make_replica(2)
     donor.train(1, 3)

@@ -216,6 +216,25 @@ def test_a_reader_that_takes_nothing_is_cut_off() -> None:
     server.close()
 
 
+def test_a_reader_that_trickles_is_cut_off() -> None:
+    """It takes a little at any time, so no wait ever ends, and would keep the donor's copy for ever."""
+    registry, _ = big_registry(60, filled=True)
+    server = StateServer(registry, transfer_stall_ms=300)
+    serve(server, HEAD)
+    stream = _raw(server.address)
+    stream.write([request_head("GET", "/v1/state/3-77?reader=slow", "x")])
+    head = stream.read_head()
+    assert head is not None
+    content_bytes = parse_response(head).content_bytes
+    with pytest.raises((ProtocolError, ConnectionResetError)):
+        for _ in range(30):
+            stream.read(20_000)  # of the megabyte that it must take in 300 ms
+            threading.Event().wait(0.05)
+        stream.read(content_bytes - 30 * 20_000)
+    stream.close()
+    server.close()
+
+
 def test_a_torn_piece_is_marked_and_comes_right_the_second_time() -> None:
     """The donor goes on in the middle of sending a piece, whose rest then comes from changed memory."""
     registry, tensors = big_registry(60, filled=True)
