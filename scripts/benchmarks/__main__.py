@@ -2,6 +2,7 @@
 
     scripts/bench overhead     step time with nobody failing, as a ratio to plain DDP over gloo
     scripts/bench recovery     what a SIGKILL of one of three replica groups costs the others
+    scripts/bench compression  bytes, time and error of a sync in fp32, bf16, int8 and fp8
     scripts/bench lighthouse   what 16 to 4,096 replica groups cost a Lighthouse, and how fast it answers them
     scripts/bench state        transfer of 64 MB to 2 GB to a group that joins, and what the others feel of it
 
@@ -16,8 +17,10 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from benchmarks import (
+    compression,
     lighthouse_load,
     overhead,
     recovery,
@@ -42,10 +45,11 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
+    alone = argparse.ArgumentParser(add_help=False)
+    alone.add_argument(
         "--out", type=Path, default=ROOT / "outputs", help="folder for the JSON and the Markdown file"
     )
+    common = argparse.ArgumentParser(add_help=False, parents=[alone])
     common.add_argument("--torchft-python", help="Python of an environment that has torchft 0.2.0")
     common.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="default: both")
     common.add_argument(
@@ -80,18 +84,28 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         "--fault-mb", type=int, default=state_faults.SIZE_MB, help=f"default {state_faults.SIZE_MB}"
     )
     part.add_argument("--stopped-s", type=float, default=10.0, help="of the deaf reader (default 10)")
+    part = commands.add_parser("compression", parents=[alone], help="bytes and errors of compressed syncs")
+    part.add_argument("--rounds", type=int, default=20, help="syncs of each mode (default 20)")
+    sizes, modes = compression.SIZES, compression.MODES
+    part.add_argument("--sizes", nargs="+", type=int, default=sizes, help=f"groups (default {sizes})")
+    part.add_argument("--modes", nargs="+", choices=modes, default=modes, help="default: all")
+    part.add_argument("--width", type=int, default=384, help="of the model (default 384)")
+    part.add_argument("--layers", type=int, default=3, help="of the model (default 3)")
+    part.set_defaults(systems=[])
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
     """Measure, print and write."""
     options = parse(arguments)
-    bench = {
+    benches = {
         "overhead": overhead,
         "recovery": recovery,
+        "compression": compression,
         "lighthouse": lighthouse_load,
         "state": state,
-    }[options.command]
+    }
+    bench: Any = benches[options.command]
     options.scratch = tempfile.mkdtemp(prefix=f"bench-{options.command}-")
     try:
         torchft = None

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from benchmarks import overhead, state_faults_worker, state_steps, state_worker  # noqa: E402
+from benchmarks import compression, overhead, state_faults_worker, state_steps, state_worker  # noqa: E402
 from benchmarks.__main__ import main as bench  # noqa: E402
+from benchmarks.__main__ import parse  # noqa: E402
 from benchmarks.children import ChildFailed, Worker, environment  # noqa: E402
 from benchmarks.figures import quantile, summarize  # noqa: E402
 from benchmarks.recovery_log import Journal  # noqa: E402
@@ -187,3 +188,19 @@ def test_steps_are_those_between_the_joiners_first_step_and_its_level() -> None:
     )
     assert entry["during_ms"][2] == pytest.approx(80)
     assert state_steps.table([entry])[2][0][0] == "throttled"
+
+
+def test_compressed_syncs_take_fewer_bytes_and_are_equal_everywhere(tmp_path: Path) -> None:
+    options = parse(["compression", "--rounds", "2", "--sizes", "2", "--width", "64", "--layers", "1"])
+    options.scratch = tmp_path
+    result = compression.measure(options, None)
+    assert compression.failures(result) == []
+    (_, header, rows), *_ = compression.tables(result)
+    share = {row[0]: float(row[header.index("of fp32")]) for row in rows}
+    assert share["fp32"] == 1.0
+    assert share["bf16"] == pytest.approx(0.5, abs=0.03)
+    assert share["int8"] == share["fp8"] == pytest.approx(0.254, abs=0.03)
+    error = {row[0]: float(row[header.index("relative error")]) for row in rows}
+    assert error["fp32"] < 1e-6 < error["bf16"] < error["int8"] < error["fp8"] < 0.1
+    result["groups"]["2"][1]["int8"]["digest"] = "another"
+    assert compression.failures(result) == ["int8 with 2 groups: the members' results differ"]

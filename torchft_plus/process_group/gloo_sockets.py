@@ -131,6 +131,9 @@ def find_sockets(listeners: Mapping[int, Endpoint], own_rank: int) -> GroupSocke
     rank_of = {endpoint: rank for rank, endpoint in listeners.items() if rank != own_rank}
     connections: list[Connection] = []
     for descriptor in _descriptors():
+        # The list holds the number of the folder that was read, which the first duplicate may have got since.
+        if any(descriptor == found.socket.fileno() for found in connections):
+            continue
         duplicate = _duplicate_tcp(descriptor)
         if duplicate is None:
             continue

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from torchft_plus.reduce.codec import Codec
 from torchft_plus.reduce.layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES, MEBIBYTE
 from torchft_plus.reduce.reducer import GradientReducer
 from torchft_plus.reduce.reduction import AttachedReduction
@@ -38,6 +39,7 @@ class DistributedDataParallel(nn.Module):
         buffers: "reduce": persistent buffers (BatchNorm statistics) are averaged with each step; "local": they stay
             each replica's own, and are only put back if a step is refused.
         check_finite: have steps with infinite or NaN gradients skipped by all replicas; costs one pass over them.
+        codec, error_feedback: send gradients in fewer bytes; see ``GradientReducer``.
 
     Raises:
         ValueError: an argument is wrong, or a tensor cannot be reduced.
@@ -51,6 +53,8 @@ class DistributedDataParallel(nn.Module):
         bucket_cap_mb: float = DEFAULT_BUCKET_BYTES / MEBIBYTE,
         buffers: Literal["reduce", "local"] = "reduce",
         check_finite: bool = False,
+        codec: Codec | None = None,
+        error_feedback: bool = False,
     ) -> None:
         super().__init__()
         if buffers not in ("reduce", "local"):
@@ -66,6 +70,8 @@ class DistributedDataParallel(nn.Module):
             check_finite=check_finite,
             buffers=persistent if buffers == "reduce" else (),
             local_buffers=persistent if buffers == "local" else (),
+            codec=codec,
+            error_feedback=error_feedback,
         )
         self._manager = manager
         self._last_backward = True

@@ -20,6 +20,8 @@ from torchft_plus.process_group.lane import LaneError, LaneSpec
 
 def _sums(rank: Rank) -> list[float]:
     lane = rank.lane()
+    # each once: with duplicates among them a broken one would name nobody
+    assert isinstance(lane, gloo.GlooLane) and len(lane._group.sockets) == rank.size - 1
     tensors = [torch.full((1000,), float(rank.rank + i)) for i in range(3)]
     operations = [lane.allreduce(tensor) for tensor in tensors]
     largest = torch.tensor([rank.rank])

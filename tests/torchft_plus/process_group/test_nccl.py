@@ -52,6 +52,19 @@ class Group:
             raise RuntimeError(work)
         return work
 
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        out_splits: list[int],
+        in_splits: list[int],
+        options: Any,
+    ) -> Work:
+        return self.allreduce([output, input], options)
+
+    def _allgather_base(self, output: torch.Tensor, input: torch.Tensor, options: Any) -> Work:
+        return self.allreduce([output, input], options)
+
     def abort(self) -> None:
         self.abort_thread = threading.current_thread().name
         self.aborted.wait(self._abort_seconds)
@@ -115,6 +128,41 @@ def test_an_abort_that_hangs_ends_the_operations_and_keeps_their_memory() -> Non
     assert str(operation.error) == "told"
     assert any(lost is group and running[0].tensors[0] is tensor for lost, running in nccl._lost)
     group.aborted.set()
+
+
+def test_exchanges_end_late_fail_and_are_aborted_as_reductions_are() -> None:
+    group = Group(Work(0.02), Work(0.04), Work(None), Work(None), abort=0.05)
+    lane = _lane(group)
+    tensors = [torch.zeros(4), torch.zeros(4), torch.zeros(2)]
+    operations = [lane.all_to_all(tensors[0], tensors[1]), lane.all_gather(tensors[0], tensors[2])]
+    assert not operations[0].poll()
+    wait_ended(operations, 5)
+    assert [operation.error for operation in operations] == [None, None]
+    place = lane.reserve(last=True)
+    behind = lane.allreduce(torch.ones(1))
+    assert (
+        not behind.poll() and len(group._works) == 2
+    )  # not in the library before what has its place before it
+    second = lane.all_gather(tensors[0], tensors[2], place)
+    assert not group._works
+    lane.abort("told")
+    wait_ended([second, behind], 5)
+    assert str(second.error) == str(behind.error) == "told"
+    assert str(lane.all_to_all(tensors[0], tensors[1]).error) == "told"
+
+
+def test_who_waits_for_a_place_does_not_wait_for_an_abort_that_hangs() -> None:
+    group = Group(Work(None), abort=None)
+    lane = _lane(group, abort_timeout_ms=20_000)
+    lane.all_to_all(torch.zeros(4), torch.zeros(4))
+    lane.reserve(last=True)
+    behind = lane.allreduce(torch.ones(1))
+    started = time.monotonic()
+    lane.abort("told")
+    assert time.monotonic() - started < 1
+    assert str(behind.error) == "told"
+    group.aborted.set()
+    assert lane.wait_over(5)
 
 
 def test_the_deadline_of_an_operation_is_the_lane_s_on_nccl_too() -> None:

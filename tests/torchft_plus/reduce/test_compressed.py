@@ -146,6 +146,45 @@ def test_gradients_are_averaged_with_weights_and_equal_everywhere(name: str, siz
     assert all(result == results[0] for result in results)
 
 
+def _sharded(rank: Rank) -> str:
+    """Two replicas of two shards each: the local shards are summed, and stay DTensors."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    replica, shard = divmod(rank.rank, 2)
+    dist.init_process_group("gloo", store=rank.store(f"inside-{replica}"), rank=shard, world_size=2)
+    lane = rank.lane(1, prefix=f"shard{shard}", rank=replica, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = Net()
+    for layer in [*model.layers, model]:
+        fully_shard(layer, mesh=mesh)
+    reducer = GradientReducer(
+        list(model.named_parameters()), bucket_bytes=2048, codec=Int8Codec(), error_feedback=True
+    )
+    digest = hashlib.sha256()
+    for step in range(3):
+        model.zero_grad()
+        reducer.begin(lane, 1.0)
+        model(data(rank.rank, step), (0, 1, 2, 3, 4 + replica)).square().sum().backward()
+        posted = reducer.post(lane)
+        wait_ended(posted.operations)
+        assert all(operation.error is None for operation in posted.operations)
+        reducer.write_back(2.0)
+        for name, parameter in model.named_parameters():
+            gradient = parameter.grad
+            assert gradient is not None and gradient.placements == parameter.placements, name  # type: ignore[union-attr]
+            digest.update(gradient.to_local().numpy().tobytes())  # type: ignore[union-attr]
+    dist.destroy_process_group()
+    return digest.hexdigest()
+
+
+def test_shards_are_equal_on_all_replicas() -> None:
+    results = run_ranks(_sharded, 4)
+    assert results[:2] == results[2:]
+
+
 def _averages_of_a_constant(rank: Rank, name: str, error_feedback: bool) -> float:
     """Error of the mean over 40 steps, relative to the largest gradient."""
     lane = rank.lane(1)
