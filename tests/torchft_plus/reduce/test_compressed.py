@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import random
 import signal
 import threading
 import time
@@ -78,6 +79,44 @@ def _several(rank: Rank, name: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_sum_is_identical_on_all_members_bit_for_bit(name: str, size: int) -> None:
     assert len(set(run_ranks(_several, size, name))) == 1
+
+
+class _Dawdling(Int8Codec):
+    """Takes its time, another on each member."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._chance = random.Random(seed)
+
+    def decode(self, payload: torch.Tensor, values: torch.Tensor) -> None:
+        time.sleep(self._chance.choice([0, 0, 0.004, 0.015]))
+        super().decode(payload, values)
+
+
+def _at_other_speeds(rank: Rank) -> str:
+    lane = rank.lane()
+    one, chance, digest = _Dawdling(rank.rank), random.Random(100 + rank.rank), hashlib.sha256()
+    for _ in range(3):
+        flats = [_flat(rank.rank, 600 + 10 * index, 2) for index in range(8)]
+        operations = []
+        for index, flat in enumerate(flats):
+            operations.append(CompressedReduction(lane, one, flat, 2, last=index == 7))
+            if index % 3 == 2:
+                operations.append(lane.allreduce(torch.ones(5)))
+            time.sleep(chance.choice([0, 0, 0.01, 0.03]))
+        wait_ended(operations)
+        assert [operation.error for operation in operations] == [None] * len(operations)
+        for index, flat in enumerate(flats):
+            inputs = torch.stack([_flat(peer, 600 + 10 * index, 2) for peer in range(rank.size)]).sum(0)
+            assert torch.equal(flat[-2:], inputs[-2:])
+            assert float((flat - inputs).abs().max()) < 0.2
+            digest.update(flat.numpy().tobytes())
+    lane.retire()
+    return digest.hexdigest()
+
+
+def test_members_of_other_speeds_keep_the_order() -> None:
+    assert len(set(run_ranks(_at_other_speeds, 3))) == 1
 
 
 def _trained(rank: Rank, name: str) -> list[str]:
