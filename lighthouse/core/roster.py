@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lighthouse.core.words import Close, CoreConfig, Effect, Note, Send, SendPing
 from lighthouse.messages import (
@@ -312,7 +312,12 @@ class Roster:
 
     def heard(self, peer: Peer, position: Position) -> None:
         """A whole position came from ``peer``."""
-        previous, peer.position = peer.position, position
+        previous = peer.position
+        if previous is not None and position.progress.counter < previous.progress.counter:
+            position = replace(
+                position, progress=previous.progress
+            )  # an ask may say an older one than a heartbeat
+        peer.position = position
         self._progress(peer, previous.progress if previous is not None else None, position.progress)
 
     def beat(self, peer: Peer, progress: Progress) -> bool:

@@ -425,9 +425,7 @@ def goes_on_without_its_store(m: pytest.MonkeyPatch) -> None:
     m.setattr(Lighthouse, "_store_failed", lambda self: None)
 
 
-@mutation(
-    "R2: nothing is formed before the members of the newest quorum had the time to connect", "lighthouse"
-)
+@mutation("R2: nothing is formed before the members of the newest quorum had the time to connect", "amnesia")
 def lost_store_takes_the_first_report(m: pytest.MonkeyPatch) -> None:
     original = QuorumCore._adopt_reported
 
@@ -526,3 +524,38 @@ def steps_of_earlier_losses_are_counted(m: pytest.MonkeyPatch) -> None:
 
     kept: dict[int, int] = {}
     m.setattr(QuorumCore, "_count_steps", count)
+
+
+@mutation("R2: who is certainly gone is not awaited", "lighthouse")
+def every_reported_member_is_awaited(m: pytest.MonkeyPatch) -> None:
+    original = QuorumCore._adopt_reported
+
+    def adopt(self: QuorumCore) -> None:
+        members = list(self._roster.members(self._reported))
+        if all(peer is not None and peer.connected for _, peer in members):
+            original(self)
+
+    m.setattr(QuorumCore, "_adopt_reported", adopt)
+
+
+@mutation("F22: silence counts only while the Lighthouse itself ran", "names")
+def own_pauses_count_as_silence(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Lighthouse, "_read_clock", lambda self: self.life.now_ms)
+
+
+@mutation("L6: who stands still while others wait is left out", "pause")
+def nobody_is_overdue(m: pytest.MonkeyPatch) -> None:
+    m.setattr(Roster, "find_overdue", lambda self: None)
+
+
+@mutation("L5: exits are stored", "store")
+def exits_are_forgotten(m: pytest.MonkeyPatch) -> None:
+    original = QuorumCore._store
+
+    def store(self: QuorumCore) -> None:
+        original(self)
+        effect = self._effects[-1]
+        assert isinstance(effect, Store)
+        self._effects[-1] = replace(effect, record=replace(effect.record, gone=()))
+
+    m.setattr(QuorumCore, "_store", store)

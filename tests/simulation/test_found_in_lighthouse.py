@@ -199,6 +199,23 @@ def test_the_announced_size_of_a_total_loss_is_that_of_this_one() -> None:
     assert " 3 steps are lost" in said[2]
 
 
+def test_an_ask_with_an_older_progress_is_no_movement() -> None:
+    """Seed 26, pause: an ask says what the greeting said, and a group that hangs was let into each new quorum."""
+    lighthouse, quorum = two_members(join_timeout_ms=0)
+    for counter in (3, 4):
+        lighthouse.event(Received(A, 1, Beat(Progress(1, "reduce", counter))), 10 * counter)
+        lighthouse.event(Received(B, 1, Beat(Progress(1, "compute", counter))), 10 * counter)
+    for now_ms in range(500, 13_000, 500):
+        lighthouse.event(Received(A, 1, Beat(Progress(1, "reduce", 4))), now_ms)
+        lighthouse.event(Received(B, 1, Beat(Progress(1, "compute", 4))), now_ms)
+        lighthouse.tick(now_ms)
+    fenced = Position(quorum.id, START, level=True)  # and progress as at the start
+    lighthouse.ask(B, 1, fenced, 13_010)
+    lighthouse.event(Received(B, 1, Beat(Progress(1, "compute", 4))), 13_020)
+    lighthouse.ask(A, 1, fenced, 13_030)
+    assert [m.process for m in lighthouse.quorums()[-1].members] == [A]
+
+
 def test_a_heartbeat_is_answered_after_the_revocation() -> None:
     """Profile outage, 20 of 300 seeds: the answer came first and ended the outage, and the member committed."""
     storage, events = MemoryStorage(), EventLog(None, "lighthouse")

@@ -117,7 +117,7 @@ def test_who_becomes_level_says_so_while_its_ask_stands() -> None:
     core = joiner()
     (ask,) = asks(core.revoke(2, now=True, reason="b is lost"))
     assert not ask.position.level
-    (ask,) = asks(core.rank_boundary(0, pb.RankBoundary(fetched=True, epoch=1, step=5)))
+    (ask,) = asks(core.rank_boundary(0, pb.RankBoundary(fetched=True, epoch=1, step=5, visit=1)))
     assert ask.position.level and ask.position.floor == 2
 
 

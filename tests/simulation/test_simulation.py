@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -52,6 +53,35 @@ def test_without_faults_nothing_is_lost_and_one_quorum_is_enough() -> None:
         report = Simulation(settings).run()
         assert report.quorums == 1 and report.incarnations == 3
         assert report.steps > 3 and report.lost_gradients == 0
+
+
+RARE = {
+    "a donor is lost in mid-transfer",
+    "a fetch fails",
+    "a lost store is filled with an older quorum",
+    "a process is heard on two streams",
+    "a second run is founded",
+    "a total loss",
+    "a transfer is bad",
+    "an exit is reported again",
+    "events are decided together",
+    "the clock is behind an earlier start",
+    "the store fails",
+}
+
+
+def test_every_fault_strikes_and_every_situation_comes_up() -> None:
+    """A profile whose faults never hit anything would prove nothing."""
+    wanted = RARE | {kind for weights in PROFILES.values() for kind in weights}
+    hits: Counter[str] = Counter()
+    for seed in range(2_000, 2_100):
+        for profile in ("all", "amnesia", "clock", "names", "outage", "pause", "store", "transfer"):
+            simulation = Simulation(settings_of(seed, profile))
+            simulation.run()
+            hits += simulation.world.hits
+        if set(hits) >= wanted:
+            return
+    pytest.fail(f"never: {sorted(wanted - set(hits))}")
 
 
 def test_a_run_depends_on_nothing_but_its_seed() -> None:

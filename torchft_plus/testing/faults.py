@@ -16,7 +16,7 @@ PROFILES: dict[str, dict[str, int]] = {
     "death": {"crash": 6, "rank_death": 1, "power_loss": 3, "lighthouse_crash": 2},
     "network": {"partition": 6, "one_way": 4, "break": 6, "isolate": 4, "no_lighthouse": 4, "crash": 2},
     "slow": {"slow_link": 8, "forget": 4, "flap": 4, "break": 2, "crash": 3},
-    "pause": {"pause": 8, "freeze_rank": 4, "stall": 4, "crash": 2, "lighthouse_pause": 2},
+    "pause": {"pause": 8, "freeze_rank": 4, "stall": 4, "hang": 2, "crash": 2, "lighthouse_pause": 2},
     "lighthouse": {
         "lighthouse_crash": 6,
         "lighthouse_disk": 4,
@@ -26,6 +26,7 @@ PROFILES: dict[str, dict[str, int]] = {
         "crash": 4,
         "no_lighthouse": 3,
     },
+    "amnesia": {"lighthouse_disk": 6, "no_lighthouse": 4, "isolate": 3, "crash": 4, "break": 1},
     "store": {"store_fails": 8, "lighthouse_second": 3, "lighthouse_crash": 2, "crash": 6, "break": 2},
     "clock": {
         "clock_step": 6,
@@ -41,7 +42,7 @@ PROFILES: dict[str, dict[str, int]] = {
     "transfer": {"crash": 5, "power_loss": 2, "isolate": 2, "pause": 2, "slow_link": 2, "leave": 1},
     "link": {"crash": 5, "power_loss": 1, "break": 2, "pause": 1, "lighthouse_crash": 1},
     "names": {"duplicate": 5, "crash": 5, "power_loss": 3, "lighthouse_pause": 6, "break": 1},
-    "outage": {"deaf": 6, "crash": 6, "hibernate": 3, "partition": 1},
+    "outage": {"deaf": 6, "crash": 6, "hibernate": 3, "partition": 1, "lighthouse_frozen": 2},
     "windows": {"crash": 6, "power_loss": 2, "break": 2, "isolate": 2, "pause": 2, "leave": 1},
     "all": {
         "crash": 6,
@@ -83,6 +84,7 @@ class Faults:
         self._world = simulation.world
         weights = PROFILES[self._world.settings.profile]
         self._kinds = [kind for kind, weight in weights.items() for _ in range(weight)]
+        self._hung: Group | None = None
         self._aimed: list[tuple[str, str, int]] = []
         self._undo: list[Callable[[], None]] = []
 
@@ -122,6 +124,7 @@ class Faults:
         self._undo.clear()
         self._simulation.network.heal()
         self._cut_link()
+        self._end_last_holder()
         self._simulation.lighthouse_disk.fails = False
         for group in self._simulation.launcher.all:
             for life in group.lives:
@@ -286,6 +289,23 @@ class Faults:
         rank = group.ranks[self._world.between((0, group.ranks_count - 1))]
         rank.stall_ms = self._world.between((200, 4_000))
 
+    def _hang(self, group: Group) -> None:
+        """The training thread of a rank stands still for ever, while its agent goes on (rule L6, F26)."""
+        settings = self._world.settings
+        if self._world.absent == 0 and settings.groups > settings.min_replicas:
+            self._world.absent = 1
+            group.ranks[self._world.between((0, group.ranks_count - 1))].stall_ms = 10**9
+            self._hung = group
+
+    def _end_last_holder(self) -> None:
+        """Nobody can go on without a group that hangs and alone has the state: somebody has to end it."""
+        hung = self._hung
+        if hung is None or not hung.alive or hung.core is None:
+            return
+        others = [g.core for g in self._simulation.launcher.all if g.alive and g is not hung and g.core]
+        if not any(core.level and core.head.order >= hung.core.head.order for core in others):
+            hung.end(-9, "an operator has ended it")
+
     def _object(self, group: Group) -> None:
         group.ranks[self._world.between((0, group.ranks_count - 1))].objects = True
 
@@ -335,3 +355,11 @@ class Faults:
         if lighthouse is not None and lighthouse.alive:
             lighthouse.life.pause()
             self._for_a_while(self._duration(), lighthouse.life.wake)
+
+    def _lighthouse_frozen(self, group: Group) -> None:
+        """It stands still for longer than a silent member has until it is counted out."""
+        del group
+        lighthouse = self._simulation.lighthouse
+        if lighthouse is not None and lighthouse.alive:
+            lighthouse.life.pause()
+            self._for_a_while(self._long(), lighthouse.life.wake)

@@ -46,8 +46,7 @@ class Group:
         self.ended: str | None = None
         self.stranded = False
         """The Lighthouse lost its store and a second run was founded without this group."""
-        self.started_ms = self.heard_ms = self.world.now_ms
-        """When the Lighthouse last heard from it."""
+        self.started_ms = self.world.now_ms
         self._head, self._disk_head = head, disk_head
         self._readies: dict[int, pb.RankReady] = {}
         self._gone_ranks: set[int] = set()

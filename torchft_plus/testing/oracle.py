@@ -233,7 +233,8 @@ class Oracle:
             self.fail("L5", f"nothing is lost, but: {text}")
 
     def _silent_for_good(self, group: Group) -> bool:
-        silent_ms = self.world.now_ms - group.heard_ms
+        """By its own clock it has not been heard for so long that it decides nothing any more (rule M8)."""
+        silent_ms = group.lives[0].now_ms - group.client.last_answered_ms
         return silent_ms > self.world.settings.timeouts.outage_limit_ms
 
     def _outside(self, group: Group) -> bool:
@@ -257,12 +258,13 @@ class Oracle:
             if self._owed is not None and self._owed[0] == quorum and not told:
                 self.fail("P2", f"quorum {quorum.id} gives {self._owed[1]} steps up, and nobody was told")
 
-    def replaced(self, process: Process) -> None:
-        """The Lighthouse takes another process of the name in place of one that it did not count as lost (rule L7)."""
+    def lost(self, process: Process, reason: str) -> None:
+        """A process is counted out: not because it was silent, or another took its place, while it answers."""
+        rule = "L7" if "replaced by" in reason else "L6" if "silent for more than" in reason else ""
         for group in self.groups:
             trains = group.core is not None and group.core.adopted is not None
-            if group.process == process and trains and self._is_well(group):
-                self.fail("L7", f"{process} lives, answers, and was replaced")
+            if rule and group.process == process and trains and self._is_well(group):
+                self.fail(rule, f"{process} lives, answers, and is out: {reason}")
 
     def _is_well(self, group: Group) -> bool:
         """True if this group has been reachable and quick for long enough to answer a ping."""
@@ -381,8 +383,7 @@ class Oracle:
                 f"{rank.name}: step {outcome.head} has weight {outcome.total_weight} and data of {contributions}",
             )
         if self.world.calm and commit is None:
-            # A link that stays cut costs one of its two groups (rule L8).
-            full = len(contributions) >= self.world.settings.groups - self.world.settings.cut_link
+            full = len(contributions) >= self.world.settings.groups - self.world.absent
             self.calm_steps = self.calm_steps + 1 if full else 0
         if commit is None:
             self._check_accounts(rank, outcome, contributions)
@@ -441,7 +442,7 @@ class Oracle:
         """A step was refused on a rank. If all that went wrong are deaths, no survivor loses a gradient (P3)."""
         if gradient is not None:
             self.lost_gradients += 1
-            if self.world.settings.profile == "crash":
+            if self.world.settings.only_deaths:
                 self.fail("P3", f"{rank.name} lives, and its gradient {gradient} is lost at {rank.head}")
 
     def outcome(self, group: Group, rank: Rank, outcome: Outcome) -> None:

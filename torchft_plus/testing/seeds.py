@@ -64,8 +64,13 @@ def settings_of(seed: int, profile: str | None = None, **changes: Any) -> Settin
 
 def _fit(settings: Settings) -> Settings:
     """What a profile needs to be what it says."""
+    if settings.profile == "windows" and not settings.window:
+        settings = replace(settings, window=4)
+    if settings.window:
+        settings = replace(settings, compute_ms=_inner_step_ms(settings.compute_ms, settings.window))
     if settings.profile == "crash":
-        return replace(settings, slow_message_chance=0.0)  # a slow network may cost a healthy group its step
+        # A slow network may cost a healthy group its step.
+        return replace(settings, slow_message_chance=0.0, only_deaths=True)
     if settings.profile == "names":
         return replace(
             settings, reports_exits=False, groups=min(settings.groups, 3)
@@ -73,13 +78,10 @@ def _fit(settings: Settings) -> Settings:
     if settings.profile == "joiners":
         # Deaths around the votes of quorums in which somebody is still without the state.
         slow = replace(settings, equal_start=False, transfer_ms=(300, 1_500), min_replicas=1)
+        slow = replace(slow, slow_message_chance=0.0, only_deaths=True)
         return replace(
             slow, groups=min(settings.groups, 3), aimed_chance=0.9, moments=("vote", "block", "commit")
         )
-    if settings.profile == "windows":
-        # Semi-synchronous runs; joiners whose state comes within a window as well as within a sync.
-        window = settings.window or 4
-        return replace(settings, window=window, compute_ms=(1, 2 * settings.compute_ms[1] // window + 2))
     if settings.profile == "transfer":
         slow = replace(settings, equal_start=False, transfer_ms=(300, 1_500), bad_transfer_chance=0.3)
         return replace(slow, min_replicas=1, aimed_chance=0.9, moments=("transfer", "transfer", "behind"))
@@ -92,6 +94,11 @@ def _fit(settings: Settings) -> Settings:
         timeouts = replace(settings.timeouts, outage_limit_ms=2_000)
         return replace(settings, timeouts=timeouts, min_replicas=1, chaos_ms=12_000, restart_timeout_ms=200)
     return settings
+
+
+def _inner_step_ms(step_ms: tuple[int, int], window: int) -> tuple[int, int]:
+    """A window must end as soon as others may wait for it: within ``timeout_ms``."""
+    return (1, 2 * step_ms[1] // window + 2)
 
 
 def _with_bad_clocks(settings: Settings) -> Settings:
@@ -108,6 +115,7 @@ def _with_bad_clocks(settings: Settings) -> Settings:
         restart_timeout_ms=0,
         min_replicas=1,
         compute_ms=(5, 40),
+        window=0,
         delay_ms=(0, 2),
         slow_message_chance=0.0,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lighthouse.messages import Process
 from torchft_plus.testing.collective import Collectives
 from torchft_plus.testing.donors import Directory
 from torchft_plus.testing.faults import Faults
@@ -90,12 +89,6 @@ class Simulation:
         if self.lighthouse is None or not self.lighthouse.alive:
             self.start_lighthouse()
         self._keep_lighthouse()
-
-    def heard(self, process: Process) -> None:
-        """The Lighthouse hears from a process."""
-        group = self.launcher.by_process.get(process)
-        if group is not None:
-            group.heard_ms = self.world.now_ms
 
     # --- the run --------------------------------------------------------------------------------------------------------
 

@@ -64,6 +64,8 @@ class Settings:
     """How much faster or slower than true time a clock may run, as a share."""
     settle_ms: tuple[int, int] = (0, 0)
     """How long the Lighthouse reads before it decides on all that it has read."""
+    only_deaths: bool = False
+    """Nothing goes wrong but deaths, so no survivor may lose a gradient (P3)."""
     cut_link: bool = False
     """The first two groups can never reach each other, also when the faults are over."""
     bad_transfer_chance: float = 0.0
@@ -75,7 +77,7 @@ class Settings:
     """How many of them strike at a moment of the protocol, and not at a time."""
     moments: tuple[str, ...] = MOMENTS
     chaos_ms: int = 6_000
-    calm_ms: int = 150_000
+    calm_ms: int = 60_000
     """Bound of the liveness check after the last fault."""
 
     def core_config(self) -> CoreConfig:
@@ -100,6 +102,8 @@ class World:
         self.scheduler = Scheduler(self.random)
         self.calm = False
         """Faults are over: everything is quick and whole."""
+        self.absent = int(settings.cut_link)
+        """So many groups cannot take part when the faults are over: the others have to go on without them."""
         self.hits: Counter[str] = Counter()
         """How often something happened that a schedule should bring about."""
         self.keep_trace = trace
