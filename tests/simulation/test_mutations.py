@@ -13,7 +13,7 @@ QUICK = {
     "acts_after_its_ask": 12,
     "commit_without_vote": 3,
     "each_rank_ends_its_window_by_itself": 12,
-    "evidence_from_the_last_base": 60,
+    "evidence_from_the_last_base": 120,
     "fragment_by_a_local_counter": 12,
     "heads_by_step": 12,
     "highest_step_seen": 12,
