@@ -45,7 +45,23 @@ class FaultTolerance:
     group_size: int = number(0, 0)
     """Number of replica groups that share the data; 0: ``launch.replicas``, or 1 without a launcher."""
     min_replica_size: int = number(1, 1)
-    semi_sync_method: str | None = None
+    semi_sync_method: Literal["diloco", "local_sgd"] | None = None
+    """Synchronise parameters every ``sync_steps`` inner steps; None: average the gradients of each step."""
+    sync_steps: int = number(5, 1)
+    num_fragments: int = number(1, 1)
+    module_fqns_per_model_fragment: tuple[tuple[str, ...], ...] = ()
+    fragment_sync_delay: int = number(0, 0)
+    fragment_update_alpha: float = number(0.0, 0)
+    should_quantize: bool = False
+    """The codec "int8"."""
+    codec: Literal["bf16", "int8", "fp8"] | None = None
+    """Send pseudo-gradients in fewer bytes."""
+    error_feedback: bool = False
+    sync_seconds: float | None = number(None, 0, above=True)
+    """A window ends after this time, too; for groups of different speed."""
+    outer_lr: float = number(0.7, 0, above=True)
+    outer_momentum: float = number(0.9, 0)
+    outer_nesterov: bool = True
     lighthouse: str = ""
     """Address ("host:port") of a Lighthouse that runs already; ``TORCHFT_LIGHTHOUSE`` goes before it."""
     job_id: str = "default"
@@ -68,6 +84,21 @@ class FaultTolerance:
     def replica_name(self) -> str:
         """The stable name of this group: ``replica_<index>``, or the name that was given."""
         return f"replica_{self.replica_id}" if isinstance(self.replica_id, int) else self.replica_id
+
+    @property
+    def pseudo_gradient_codec(self) -> str | None:
+        """Name of the codec."""
+        return self.codec or ("int8" if self.should_quantize else None)
+
+    @property
+    def fragments(self) -> int:
+        """Parts of the model that are synchronised one after the other."""
+        return len(self.module_fqns_per_model_fragment) or self.num_fragments
+
+    @property
+    def steps_per_commit(self) -> int:
+        """Training steps that one committed step of the protocol stands for: the inner steps between two syncs, or 1."""
+        return 1 if self.semi_sync_method is None else self.sync_steps // self.fragments
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +257,11 @@ class RunFile:
         return steps if isinstance(steps, int) else None
 
     @property
+    def commits(self) -> int | None:
+        """Committed steps of the protocol at which the run ends: ``training.steps``, or the syncs in it."""
+        return None if self.steps is None else self.steps // self.fault_tolerance.steps_per_commit
+
+    @property
     def replica_ids(self) -> tuple[str, ...]:
         """Names of the groups that the launcher starts."""
         return tuple(f"replica_{index}" for index in range(self.launch.replicas))
@@ -299,10 +335,7 @@ def _check_fault_tolerance(table: FaultTolerance) -> None:
             f"fault_tolerance.process_group_timeout_ms ({pg_ms}) is longer than fault_tolerance.timeout_ms"
             f" ({timeouts.timeout_ms}), so it would never be reached: lower it, or raise timeout_ms."
         )
-    if table.semi_sync_method is not None:
-        raise ConfigError(
-            "fault_tolerance.semi_sync_method is set, but this version averages gradients only: remove it."
-        )
+    _check_semi_sync(table)
     size = table.group_size
     if size and table.min_replica_size > size:
         raise ConfigError(
@@ -322,6 +355,72 @@ def _check_fault_tolerance(table: FaultTolerance) -> None:
         r"(https?://)?(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):\d+/?", table.lighthouse
     ):
         raise ConfigError(f"fault_tolerance.lighthouse is {table.lighthouse!r}, expected host:port.")
+
+
+_DILOCO_KEYS = (
+    "num_fragments",
+    "module_fqns_per_model_fragment",
+    "fragment_sync_delay",
+    "fragment_update_alpha",
+    "outer_lr",
+    "outer_momentum",
+    "outer_nesterov",
+)
+_SEMI_SYNC_KEYS = ("sync_steps", "sync_seconds", "should_quantize", "codec", "error_feedback", *_DILOCO_KEYS)
+
+
+def _check_semi_sync(table: FaultTolerance) -> None:
+    defaults = FaultTolerance()
+    changed = [key for key in _SEMI_SYNC_KEYS if getattr(table, key) != getattr(defaults, key)]
+    if table.semi_sync_method is None:
+        if changed:
+            raise ConfigError(
+                f"fault_tolerance.{changed[0]} is about syncs every so many steps, but semi_sync_method is not set:"
+                f' set it to "diloco" or "local_sgd", or remove {changed[0]}.'
+            )
+        return
+    if table.weighting != "equal":
+        raise ConfigError(
+            'fault_tolerance.weighting = "tokens" weighs the gradients of a step, and semi_sync_method sends none:'
+            " remove one of the two."
+        )
+    if table.error_feedback and table.pseudo_gradient_codec is None:
+        raise ConfigError(
+            "fault_tolerance.error_feedback feeds back what a codec takes away: set codec, or remove error_feedback."
+        )
+    if table.should_quantize and table.pseudo_gradient_codec != "int8":
+        raise ConfigError(
+            f'fault_tolerance.should_quantize is codec = "int8", but codec is "{table.codec}": remove one of the two.'
+        )
+    foreign = [key for key in changed if key in _DILOCO_KEYS]
+    if table.semi_sync_method == "local_sgd" and foreign:
+        raise ConfigError(
+            f'fault_tolerance.{foreign[0]} belongs to semi_sync_method = "diloco", and "local_sgd" averages all'
+            " parameters as they are: remove one of the two."
+        )
+    if len(table.module_fqns_per_model_fragment) not in (0, table.num_fragments) and table.num_fragments > 1:
+        raise ConfigError(
+            f"fault_tolerance.num_fragments is {table.num_fragments}, but module_fqns_per_model_fragment lists"
+            f" {len(table.module_fqns_per_model_fragment)} fragments: remove num_fragments."
+        )
+    if table.sync_steps % table.fragments:
+        raise ConfigError(
+            f"fault_tolerance.sync_steps is {table.sync_steps}: it must be a multiple of the number of fragments"
+            f" ({table.fragments}), which are synchronised one after the other."
+        )
+    if table.fragment_sync_delay >= table.steps_per_commit:
+        raise ConfigError(
+            f"fault_tolerance.fragment_sync_delay is {table.fragment_sync_delay}: it must be below the"
+            f" {table.steps_per_commit} steps between two syncs (sync_steps / number of fragments)."
+        )
+    if table.fragment_update_alpha > 1:
+        raise ConfigError(
+            f"fault_tolerance.fragment_update_alpha is {table.fragment_update_alpha}: it is a share, at most 1."
+        )
+    if table.outer_nesterov and table.outer_momentum == 0:
+        raise ConfigError(
+            "fault_tolerance.outer_momentum is 0, and outer_nesterov needs momentum: set outer_nesterov = false."
+        )
 
 
 def _check_launch(run: RunFile, has_lighthouse_table: bool) -> RunFile:

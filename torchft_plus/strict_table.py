@@ -71,7 +71,7 @@ def _expected(kind: Any) -> str:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(f'"{choice}"' for choice in get_args(kind))
     if get_origin(kind) is tuple:
-        return "a list of strings"
+        return "a list of strings" if get_args(kind)[0] is str else "a list of lists of strings"
     if get_origin(kind) is dict:
         return "a table of strings"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "a string"}[kind]
@@ -91,8 +91,10 @@ def _accept(value: object, kind: Any) -> tuple[bool, Any]:
     if origin is Literal:
         return value in get_args(kind), value
     if origin is tuple:
-        items = cast(list[object], value) if isinstance(value, list) else []
-        return isinstance(value, list) and all(isinstance(i, str) for i in items), tuple(items)
+        if not isinstance(value, list):
+            return False, value
+        parts = [_accept(item, get_args(kind)[0]) for item in cast(list[object], value)]
+        return all(accepted for accepted, _ in parts), tuple(converted for _, converted in parts)
     if origin is dict:
         table = cast(dict[str, object], value) if isinstance(value, dict) else {}
         return isinstance(value, dict) and all(isinstance(v, str) for v in table.values()), dict(table)

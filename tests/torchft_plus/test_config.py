@@ -18,6 +18,7 @@ from torchft_plus.config import (
     load_table,
 )
 
+DILOCO = "semi_sync_method = 'diloco'\nsync_steps = 20\n"
 GOOD = """
 [training]
 steps = 40
@@ -88,7 +89,34 @@ def test_without_launch_the_trainer_reads_only_its_own_tables(tmp_path: Path) ->
         ("fault_tolerance", "group_size = 3\nreplica_id = -1", ("replica_id is -1", "at least 0")),
         ("fault_tolerance", "replica_id = 'a.b'", ("replica_id", "a.b")),
         ("fault_tolerance", "lighthouse = 'somewhere'", ("fault_tolerance.lighthouse", "host:port")),
-        ("fault_tolerance", "semi_sync_method = 'diloco'", ("semi_sync_method",)),
+        ("fault_tolerance", "semi_sync_method = 'dilco'", ("semi_sync_method", '"diloco"', '"local_sgd"')),
+        ("fault_tolerance", "sync_steps = 20", ("fault_tolerance.sync_steps", "semi_sync_method is not set")),
+        ("fault_tolerance", f"{DILOCO}weighting = 'tokens'", ("weighting", "semi_sync_method")),
+        ("fault_tolerance", "semi_sync_method = 'local_sgd'\nouter_lr = 0.5", ("outer_lr", "local_sgd")),
+        ("fault_tolerance", f"{DILOCO}num_fragments = 3", ("sync_steps is 20", "fragments (3)")),
+        (
+            "fault_tolerance",
+            f"{DILOCO}fragment_sync_delay = 20",
+            ("fragment_sync_delay is 20", "below the 20"),
+        ),
+        (
+            "fault_tolerance",
+            f"{DILOCO}fragment_update_alpha = 1.5",
+            ("fragment_update_alpha is 1.5", "at most 1"),
+        ),
+        ("fault_tolerance", f"{DILOCO}error_feedback = true", ("error_feedback", "set codec")),
+        ("fault_tolerance", f"{DILOCO}should_quantize = true\ncodec = 'bf16'", ("should_quantize", '"bf16"')),
+        ("fault_tolerance", f"{DILOCO}outer_momentum = 0", ("outer_momentum", "outer_nesterov")),
+        (
+            "fault_tolerance",
+            f"{DILOCO}module_fqns_per_model_fragment = ['a']",
+            ("module_fqns", "list of lists"),
+        ),
+        (
+            "fault_tolerance",
+            f"{DILOCO}num_fragments = 4\nmodule_fqns_per_model_fragment = [['a'], ['b']]",
+            ("num_fragments is 4", "lists 2"),
+        ),
         ("launch", "command = 'python x.py'", ("launch.command", "list of strings")),
         ("launch", "env = {A = 1}", ("launch.env", "table of strings")),
         ("launch", "restart_delay_ms = 60000", ("restart_delay_max_ms", "60000")),

@@ -41,10 +41,12 @@ class ChaosSchedule:
     Args:
         entries: the entries, already checked.
         now: start of the run, seconds of the clock that ``tick`` gets.
+        steps_per_commit: training steps that a committed step of the protocol stands for; ``at_step`` counts them.
     """
 
-    def __init__(self, entries: Sequence[Chaos], now: float) -> None:
+    def __init__(self, entries: Sequence[Chaos], now: float, steps_per_commit: int = 1) -> None:
         self._step = 0
+        self._steps_per_commit = steps_per_commit
         self._entries = [_Entry(chaos, random.Random(chaos.seed)) for chaos in entries]
         for entry in self._entries:
             self._schedule_next(entry, now)
@@ -55,7 +57,7 @@ class ChaosSchedule:
             self._step = max(self._step, event.integer("step"))
         for entry in self._entries:
             chaos = entry.chaos
-            by_step = chaos.at_step is not None and self._step >= chaos.at_step
+            by_step = chaos.at_step is not None and self._step * self._steps_per_commit >= chaos.at_step
             by_event = (
                 chaos.at_event is not None and chaos.at_event == event.kind and _is_in(event, chaos.target)
             )

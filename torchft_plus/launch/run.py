@@ -121,7 +121,7 @@ def run(
     security = make_security(run_file, folder, environment)
     environment = without_security(environment) | security.environment()
     try:
-        with View(console, run_file.steps) as view:
+        with View(console, run_file.steps, run_file.fault_tolerance.steps_per_commit) as view:
             outcome = Supervisor(run_file, folder, environment, view, security).run()
     except LighthouseFailed as error:
         console.print(Text(str(error)), soft_wrap=True)
@@ -134,7 +134,8 @@ def _conclude(run_file: RunFile, folder: Path, outcome: Outcome, console: Consol
     summary = summarise(
         outcome.events,
         outcome.end,
-        steps_wanted=run_file.steps,
+        steps_wanted=run_file.commits,
+        steps_per_commit=table.steps_per_commit,
         digests_expected=table.digest_every > 0 and run_file.launch.replicas > 1,
         signal=outcome.signal,
     )

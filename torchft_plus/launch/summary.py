@@ -58,6 +58,8 @@ class Summary:
     """(replica_id, step, reason) of steps that a survivor computed and that were not committed."""
     forked_steps: list[int]
     """Steps committed under two quorums without an announced loss: two lineages."""
+    steps_per_commit: int = 1
+    """More than 1: steps are syncs, and so many inner steps lie between two of them."""
     failures: list[Failure] = field(default_factory=list[Failure])
     total_losses: list[str] = field(default_factory=list[str])
     """What the Lighthouse announced when training had to go on from an older head."""
@@ -72,15 +74,22 @@ class Summary:
 
 
 def summarise(
-    events: Sequence[Event], end: End, *, steps_wanted: int | None, digests_expected: bool, signal: int = 0
+    events: Sequence[Event],
+    end: End,
+    *,
+    steps_wanted: int | None,
+    digests_expected: bool,
+    steps_per_commit: int = 1,
+    signal: int = 0,
 ) -> Summary:
     """Judge a run.
 
     Args:
         events: all logs of the run; they are sorted by time here.
         end: how the restart policy ended it.
-        steps_wanted: ``training.steps``, if known.
+        steps_wanted: committed steps (or syncs) at which the run ends, if known.
         digests_expected: the run file asked for digests of more than one replica.
+        steps_per_commit: training steps that a committed step stands for: more than 1 between two syncs.
         signal: the signal that ended the run, or 0.
     """
     events = sorted(events, key=lambda event: event.time)
@@ -97,9 +106,10 @@ def summarise(
         loss=loss_of(last) if last is not None else None,
         seconds=events[-1].time - events[0].time if events else 0.0,
         digests=compare_digests(events, expected=digests_expected),
-        lost_steps=lost_steps_of(events),
+        lost_steps=lost_steps_of(events, windows=steps_per_commit > 1),
         forked_steps=[] if total_losses else forked_steps_of(commits),
-        failures=failures_of(events),
+        steps_per_commit=steps_per_commit,
+        failures=failures_of(events, "sync" if steps_per_commit > 1 else "step"),
         total_losses=total_losses,
     )
     summary.exit_code = 128 + signal if signal else _exit_code(summary, end)
@@ -135,11 +145,15 @@ def compare_digests(events: Sequence[Event], *, expected: bool) -> DigestVerdict
     return verdict
 
 
-def lost_steps_of(events: Sequence[Event]) -> list[tuple[str, int, str]]:
+def lost_steps_of(events: Sequence[Event], windows: bool = False) -> list[tuple[str, int, str]]:
     """Steps that survivors computed in vain.
 
     A group is a survivor while its present life has contributed to a commit and no fault was injected into it
     since, nor did it die.
+
+    Args:
+        events: in order of time.
+        windows: steps are windows of inner steps: one that did not count in its sync was trained in vain, too.
     """
     surviving: set[str] = set()
     lost: list[tuple[str, int, str]] = []
@@ -151,6 +165,8 @@ def lost_steps_of(events: Sequence[Event]) -> list[tuple[str, int, str]]:
                 surviving.discard(event.replica_id)
         elif event.kind == "commit" and event.fields.get("contributed"):
             surviving.add(event.replica_id)
+        elif event.kind == "commit" and windows and event.replica_id in surviving:
+            lost.append((event.replica_id, event.integer("step"), "its window did not count"))
         elif event.kind == "refused" and event.replica_id in surviving:
             lost.append((event.replica_id, event.integer("step"), event.text("reason")))
     return lost

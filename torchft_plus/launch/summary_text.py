@@ -10,6 +10,8 @@ from torchft_plus.launch.timeline import Failure
 
 _IN_FULL = 8
 """With more failures than this, each gets one line instead of its time line."""
+_COMMITS = {"step": "commits", "sync": "syncs"}
+_NORMAL = {"step": "a normal step takes", "sync": "a normal window takes"}
 
 
 def summary_lines(summary: Summary) -> list[str]:
@@ -17,58 +19,62 @@ def summary_lines(summary: Summary) -> list[str]:
     of = f" of {summary.steps_wanted}" if summary.steps_wanted is not None else ""
     loss = f", loss {summary.loss:.4f}" if summary.loss is not None else ""
     state = "finished" if summary.finished else f"NOT FINISHED ({summary.reason})"
-    lines = [f"Run {state}: {summary.steps}{of} steps committed{loss}, {summary.seconds:.1f} s."]
+    unit = _unit(summary)
+    inner = f" ({summary.steps * summary.steps_per_commit} inner steps)" if unit == "sync" else ""
+    lines = [f"Run {state}: {summary.steps}{of} {unit}s committed{inner}{loss}, {summary.seconds:.1f} s."]
     lines += [f"TOTAL LOSS: {text.removeprefix(f'{TOTAL_LOSS}: ')}." for text in summary.total_losses]
     if len(summary.failures) <= _IN_FULL:
         for number, failure in enumerate(summary.failures, 1):
-            lines += _failure_lines(number, failure)
+            lines += _failure_lines(number, failure, unit)
     else:
-        lines += _failure_table(summary.failures)
-    if summary.lost_steps:
-        lines.append(f"Steps lost by survivors: {len(summary.lost_steps)}.")
-        lines += [f"  {replica_id}, step {step}: {reason}" for replica_id, step, reason in summary.lost_steps]
-    else:
-        lines.append("Steps lost by survivors: 0.")
+        lines += _failure_table(summary.failures, unit)
+    lost = len(summary.lost_steps) * summary.steps_per_commit
+    lines.append(f"{'Inner steps' if unit == 'sync' else 'Steps'} lost by survivors: {lost}.")
+    lines += [f"  {replica_id}, {unit} {step}: {reason}" for replica_id, step, reason in summary.lost_steps]
     if summary.forked_steps:
         steps = ", ".join(map(str, summary.forked_steps[:10]))
         lines.append(f"TWO LINEAGES: committed under more than one quorum: steps {steps}.")
-    lines.append(_digest_line(summary.digests))
+    lines.append(_digest_line(summary.digests, unit))
     lines.append(_verdict_line(summary.exit_code))
     return lines
 
 
-def _failure_lines(number: int, failure: Failure) -> list[str]:
+def _unit(summary: Summary) -> str:
+    return "sync" if summary.steps_per_commit > 1 else "step"
+
+
+def _failure_lines(number: int, failure: Failure, unit: str) -> list[str]:
     by = ", injected" if failure.injected else ""
-    lines = [f"Failure {number}: {failure.what} after step {failure.step}{by}."]
+    lines = [f"Failure {number}: {failure.what} after {unit} {failure.step}{by}."]
     for moment in sorted(failure.moments, key=lambda m: m.after_s):
         note = f"  ({moment.note})" if moment.note else ""
         lines.append(f"  +{moment.after_s:8.3f} s  {moment.name}{note}")
     if failure.gap_s is not None:
         normal = (
-            f"; a normal step takes {failure.normal_step_s:.3f} s"
-            if failure.normal_step_s is not None
-            else ""
+            f"; {_NORMAL[unit]} {failure.normal_step_s:.3f} s" if failure.normal_step_s is not None else ""
         )
-        lines.append(f"  survivors' longest gap between commits: {failure.gap_s:.3f} s{normal}")
+        lines.append(f"  survivors' longest gap between {_COMMITS[unit]}: {failure.gap_s:.3f} s{normal}")
     if not failure.healed:
         end = "it failed again" if failure.failed_again else "the run ended"
         lines.append(f"  it had not contributed again when {end}")
     return lines
 
 
-def _failure_table(failures: Sequence[Failure]) -> list[str]:
+def _failure_table(failures: Sequence[Failure], unit: str) -> list[str]:
     """One line a failure, times in seconds after it; summary.json has all of it."""
     lines = [f"{len(failures)} failures (seconds):", "  detected  gap    healed  what"]
     for failure in failures:
         detected, healed = failure.after("detected"), failure.after("joiner's first commit")
         cells = [_cell(detected), _cell(failure.gap_s), _cell(healed)]
-        lines.append(f"  {cells[0]:8}  {cells[1]:5}  {cells[2]:6}  {failure.what} after step {failure.step}")
+        lines.append(
+            f"  {cells[0]:8}  {cells[1]:5}  {cells[2]:6}  {failure.what} after {unit} {failure.step}"
+        )
     gaps = [failure.gap_s for failure in failures if failure.gap_s is not None]
     normal = [failure.normal_step_s for failure in failures if failure.normal_step_s is not None]
     if gaps and normal:
         lines.append(
-            f"  survivors' gap between commits: median {statistics.median(gaps):.3f} s, longest {max(gaps):.3f} s;"
-            f" a normal step takes {statistics.median(normal):.3f} s"
+            f"  survivors' gap between {_COMMITS[unit]}: median {statistics.median(gaps):.3f} s, longest {max(gaps):.3f} s;"
+            f" {_NORMAL[unit]} {statistics.median(normal):.3f} s"
         )
     return lines
 
@@ -77,11 +83,11 @@ def _cell(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds:.3f}"
 
 
-def _digest_line(digests: DigestVerdict) -> str:
+def _digest_line(digests: DigestVerdict, unit: str) -> str:
     if digests.unequal:
         return (
             f"REPLICAS DIFFER: {digests.unequal} of {digests.compared} digests are unequal,"
-            f" first at step {digests.first_unequal_step}."
+            f" first at {unit} {digests.first_unequal_step}."
         )
     if digests.compared:
         return f"Digests: {digests.compared} compared, all equal."

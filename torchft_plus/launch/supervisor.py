@@ -168,7 +168,7 @@ class Supervisor:
 
     def _loop(self) -> None:
         now = time.monotonic()
-        self._chaos = ChaosSchedule(self._run.chaos, now)
+        self._chaos = ChaosSchedule(self._run.chaos, now, self._run.fault_tolerance.steps_per_commit)
         deadline_s = self._run.launch.deadline_s
         deadline = now + deadline_s if deadline_s else None
         handled_signals = 0
@@ -228,7 +228,7 @@ class Supervisor:
                 self._carry_out(self._policy.group_gone(replica_id, now, injected=group.injected), now)
 
     def _on_exit(self, group: ReplicaGroup, rank: int, status: int, now: float) -> None:
-        steps = self._run.steps
+        steps = self._run.commits
         step = self._progress.replicas[group.replica_id].step
         done = not group.told_to_leave if steps is None else step >= steps
         first = not group.failed

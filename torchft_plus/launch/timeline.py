@@ -89,17 +89,18 @@ def triggers_of(events: Iterable[Event]) -> list[Trigger]:
     return triggers
 
 
-def failures_of(events: Sequence[Event]) -> list[Failure]:
+def failures_of(events: Sequence[Event], unit: str = "step") -> list[Failure]:
     """The time line of each failure, oldest first.
 
     Args:
         events: all logs of a run, in order of time.
+        unit: what a committed step is: "step" or "sync".
     """
     triggers = triggers_of(events)
-    return [_failure(trigger, triggers, events) for trigger in triggers]
+    return [_failure(trigger, triggers, events, unit) for trigger in triggers]
 
 
-def _failure(trigger: Trigger, triggers: Sequence[Trigger], events: Sequence[Event]) -> Failure:
+def _failure(trigger: Trigger, triggers: Sequence[Trigger], events: Sequence[Event], unit: str) -> Failure:
     later = [t.time for t in triggers if t.replica_id == trigger.replica_id and t.time > trigger.time]
     until = min(later, default=float("inf"))
     window = [e for e in events if trigger.time <= e.time < until]
@@ -107,8 +108,8 @@ def _failure(trigger: Trigger, triggers: Sequence[Trigger], events: Sequence[Eve
     failure = Failure(
         trigger.replica_id, trigger.what, max(before, default=0), trigger.time, trigger.injected, bool(later)
     )
-    new_quorum = _mark_survivors(failure, window)
-    _mark_victim(failure, window)
+    new_quorum = _mark_survivors(failure, window, unit)
+    _mark_victim(failure, window, unit)
     end = failure.after("survivors' first commit")
     intervals = survivor_intervals(events, trigger.replica_id, triggers)
     normal = [b - a for a, b in intervals if b <= trigger.time]
@@ -119,7 +120,7 @@ def _failure(trigger: Trigger, triggers: Sequence[Trigger], events: Sequence[Eve
     return failure
 
 
-def _mark_survivors(failure: Failure, window: Sequence[Event]) -> int | None:
+def _mark_survivors(failure: Failure, window: Sequence[Event], unit: str) -> int | None:
     """Detected, revoked, new quorum, first commit under it; returns the id of that quorum."""
     others = [e for e in window if e.replica_id not in (failure.replica_id, *_MAKERS)]
     exits = (e for e in window if e.kind == "exit" and e.fields.get("first"))
@@ -142,12 +143,12 @@ def _mark_survivors(failure: Failure, window: Sequence[Event]) -> int | None:
     commit = _mark(failure, "survivors' first commit", commits)
     if commit is not None:
         retries = commit.integer("retries")
-        note = f"step {commit.integer('step')}, " + ("reduced again" if retries else "reduced once")
+        note = f"{unit} {commit.integer('step')}, " + ("reduced again" if retries else "reduced once")
         failure.moments[-1] = Moment(failure.moments[-1].name, failure.moments[-1].after_s, note)
     return quorum_id
 
 
-def _mark_victim(failure: Failure, window: Sequence[Event]) -> None:
+def _mark_victim(failure: Failure, window: Sequence[Event], unit: str) -> None:
     """Woken or restarted, up, state fetched, level, first commit."""
     own = [e for e in window if e.replica_id == failure.replica_id]
     makers = [e for e in window if e.replica_id == "launcher"]
@@ -167,7 +168,7 @@ def _mark_victim(failure: Failure, window: Sequence[Event]) -> None:
     own = [e for e in own if e.time >= first.time]
     _mark(failure, "program up", (e for e in own if e.kind == "start"))
     _mark(failure, "in a quorum", (e for e in own if e.kind == "quorum"))
-    _mark_fetch(failure, [e for e in own if e.kind == "fetched"])
+    _mark_fetch(failure, [e for e in own if e.kind == "fetched"], unit)
     _mark(failure, "level", (e for e in own if e.kind == "level"))
     _mark(
         failure,
@@ -180,7 +181,7 @@ def _about(event: Event, replica_id: str) -> bool:
     return target_replica(event) == replica_id
 
 
-def _mark_fetch(failure: Failure, fetched: Sequence[Event]) -> None:
+def _mark_fetch(failure: Failure, fetched: Sequence[Event], unit: str) -> None:
     if not fetched:
         return
     first = fetched[0].integer("step")
@@ -188,7 +189,7 @@ def _mark_fetch(failure: Failure, fetched: Sequence[Event]) -> None:
     size = sum(e.number("size_bytes") for e in parts)
     seconds = max(e.number("seconds") for e in parts)
     speed = f", {size / seconds / 1e6:.0f} MB/s" if seconds > 0 else ""
-    note = f"step {first}, {size / 1e6:.1f} MB{speed}"
+    note = f"{unit} {first}, {size / 1e6:.1f} MB{speed}"
     failure.moments.append(Moment("state fetched", parts[-1].time - failure.time, note))
 
 

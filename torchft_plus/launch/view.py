@@ -25,12 +25,17 @@ def short_quorum(quorum_id: int) -> str:
     return f"q{quorum_id & _COUNTER_BITS}" if quorum_id else "-"
 
 
-def sentence_of(event: Event) -> str | None:
-    """What an event means, for people; None for those that only matter to the machine."""
+def sentence_of(event: Event, unit: str = "step") -> str | None:
+    """What an event means, for people; None for those that only matter to the machine.
+
+    Args:
+        event: of any log.
+        unit: what a committed step is: "step" or "sync".
+    """
     who = event.replica_id
     match event.kind:
         case "chaos":
-            at = f" at step {event.integer('step')}" if event.integer("step") else ""
+            at = f" at {unit} {event.integer('step')}" if event.integer("step") else ""
             return f"injected: {event.text('action')} {event.text('target')}{at}"
         case "exit":
             return _exit_sentence(event)
@@ -45,11 +50,11 @@ def sentence_of(event: Event) -> str | None:
             size, seconds = event.number("size_bytes"), event.number("seconds")
             speed = f", {size / seconds / 1e6:.0f} MB/s" if seconds > 0 else ""
             rank, step = event.group_rank, event.integer("step")
-            return f"{who}.{rank} fetched the state of step {step}: {size / 1e6:.1f} MB{speed}"
+            return f"{who}.{rank} fetched the state of {unit} {step}: {size / 1e6:.1f} MB{speed}"
         case "level":
-            return f"{who} is level again at step {event.integer('step')}"
+            return f"{who} is level again at {unit} {event.integer('step')}"
         case "refused":
-            return f"{who} did not commit step {event.integer('step')}: {event.text('reason')}"
+            return f"{who} did not commit {unit} {event.integer('step')}: {event.text('reason')}"
         case "announce" if who == "lighthouse":
             return event.text("text")
         case "fatal":
@@ -80,10 +85,12 @@ class View:
 
     Args:
         console: where to.
-        steps: committed steps at which the run ends, if known.
+        steps: training steps at which the run ends, if known.
+        steps_per_commit: training steps that a committed step stands for: more than 1 between two syncs.
     """
 
-    def __init__(self, console: Console, steps: int | None) -> None:
+    def __init__(self, console: Console, steps: int | None, steps_per_commit: int = 1) -> None:
+        self._steps_per_commit = steps_per_commit
         self._console = console
         self._steps = steps
         self._began = time.time()
@@ -107,7 +114,7 @@ class View:
 
     def see(self, event: Event) -> None:
         """Print the sentence of an event, if it has one."""
-        text = sentence_of(event)
+        text = sentence_of(event, "sync" if self._steps_per_commit > 1 else "step")
         if text is not None:
             self._print(event.time, text)
 
@@ -125,7 +132,8 @@ class View:
 
     def _numbers(self, replica: ReplicaProgress) -> str:
         loss = "-" if replica.loss is None else f"{replica.loss:.4f}"
-        return f"step {replica.step} loss {loss} {short_quorum(replica.quorum_id)} of {replica.participants}"
+        step = replica.step * self._steps_per_commit
+        return f"step {step} loss {loss} {short_quorum(replica.quorum_id)} of {replica.participants}"
 
     def _table(self, progress: RunProgress) -> Table:
         table = Table(box=None, pad_edge=False, header_style="dim")
@@ -136,7 +144,7 @@ class View:
             table.add_row(
                 replica.replica_id,
                 Text(replica.state.value, style=_STYLES.get(replica.state, "yellow")),
-                f"{replica.step}{of}",
+                f"{replica.step * self._steps_per_commit}{of}",
                 "-" if replica.loss is None else f"{replica.loss:.4f}",
                 short_quorum(replica.quorum_id),
                 str(replica.participants),

@@ -67,6 +67,8 @@ class OuterLoop:
         bucket_bytes: size of the buckets that pseudo-gradients travel in.
         codec: send pseudo-gradients in fewer bytes.
         error_feedback: add to a fragment's next pseudo-gradient what the codec took away.
+        syncs: the run ends with this one; a group that is still behind then does not wait for its state.
+        on_commit: called with each committed sync before the next window begins, also while this group is behind.
         clock: monotonic seconds.
 
     Raises:
@@ -83,6 +85,8 @@ class OuterLoop:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         codec: Codec | None = None,
         error_feedback: bool = False,
+        syncs: int | None = None,
+        on_commit: Callable[[StepOutcome], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if schedule.fragments != len(fragments):
@@ -95,11 +99,15 @@ class OuterLoop:
         self._fragments = list(fragments)
         self._schedule = schedule
         self._window_s = window_s
+        self._syncs = syncs
+        self._on_commit = on_commit
         self._clock = clock
         self._opened = False
         self._inner_steps = 0
         self._started_s = 0.0
         self._launched = False
+        self._launched_weight = 0.0
+        self._spoilt = False
         self._joined = False
         """This window began between two syncs of the others, and ends when they come to theirs."""
         self._since_set = [0] * len(fragments)
@@ -129,6 +137,16 @@ class OuterLoop:
         """Inner steps of the running window."""
         return self._inner_steps
 
+    @property
+    def joined(self) -> bool:
+        """The running window began with the others' state, which has replaced this group's."""
+        return self._joined
+
+    @property
+    def spoilt(self) -> bool:
+        """The last sync dropped what this group had trained, because it was not finite; its inner optimizer is not either."""
+        return self._spoilt
+
     def open(self) -> None:
         """Enter the run: blocks for the first quorum and, if others are ahead, until their state is here."""
         if not self._opened:
@@ -137,13 +155,13 @@ class OuterLoop:
 
     def inner_step_done(
         self,
-        scalars: Mapping[str, float] | None = None,
+        scalars: Callable[[], Mapping[str, float]] | None = None,
         positions: Mapping[str, int] | None = None,
     ) -> StepOutcome | None:
         """The inner optimizer has stepped. Synchronises if it is time.
 
         Args:
-            scalars: plain numbers that are summed over all contributors of a sync.
+            scalars: called if there is a sync; gives plain numbers that are summed over all contributors.
             positions: this group's data positions as of now.
 
         Returns:
@@ -182,8 +200,9 @@ class OuterLoop:
                 ValueError("the local parameters are not finite: they are replaced by the global ones")
             )
         self._launched = True
+        self._launched_weight = self._weight(turn)
         self._reduction.launch()
-        self._manager.launch_step(self._weight(turn))
+        self._manager.launch_step(self._launched_weight)
 
     def _weight(self, turn: int) -> float:
         """What this group's pseudo-gradient counts."""
@@ -192,16 +211,22 @@ class OuterLoop:
         full = self._schedule.is_full(self._manager.current_step(), self._since_set[turn])
         return 1.0 if full else 0.0
 
-    def _sync(self, scalars: Mapping[str, float] | None, positions: Mapping[str, int] | None) -> StepOutcome:
+    def _sync(
+        self, scalars: Callable[[], Mapping[str, float]] | None, positions: Mapping[str, int] | None
+    ) -> StepOutcome:
         turn = self._turn()
-        outcome = self._manager.finish_step(scalars, positions)
+        outcome = self._manager.finish_step(None if scalars is None else scalars(), positions)
         if not outcome.refused:
             self._conclude(turn, outcome)
+            self._spoilt = not outcome.contributed and self._launched_weight > 0
             if outcome.applied and outcome.contributed:
                 self._fragments[turn].merge()
+                self._since_set[turn] = 0
+            elif self._spoilt:
+                self.reset()  # what is not finite in one fragment spoils all others in the next forward
             else:
                 self._fragments[turn].reset()
-            self._since_set[turn] = 0
+                self._since_set[turn] = 0
         self._fragments[turn].clear_pseudo_gradient()
         self._next_window()
         return outcome
@@ -212,22 +237,25 @@ class OuterLoop:
             optimizer = self._fragments[turn].outer_optimizer
             self._manager.record_or_step([optimizer], optimizer.step)
         self._fragments[turn].clear_pseudo_gradient()
+        if self._on_commit is not None:
+            self._on_commit(outcome)
 
     def _next_window(self) -> None:
         """Begin a window; while this group is behind, take part in the others' syncs without contributing."""
-        self._joined = False
+        self._joined = self._launched = False
+        self._inner_steps = 0
         plan = self._manager.start_step()
         while plan.behind:
             turn = self._turn()
             outcome = self._manager.finish_step()
             if not outcome.refused:
                 self._conclude(turn, outcome)
+            if self._syncs is not None and self._manager.current_step() >= self._syncs:
+                return
             plan = self._manager.start_step()
             self._joined = True
         if self._joined or plan.caught_up:
             self._take_over()
-        self._inner_steps = 0
-        self._launched = False
         self._started_s = self._clock()
 
     def _take_over(self) -> None:
@@ -236,6 +264,10 @@ class OuterLoop:
             "level at sync %d: training goes on from the global parameters", self._manager.current_step()
         )
         self._joined = True
+        self.reset()
+
+    def reset(self) -> None:
+        """Take over the global copy as it is: what this group has trained since is dropped."""
         for fragment in self._fragments:
             fragment.reset()
         self._since_set = [0] * len(self._fragments)

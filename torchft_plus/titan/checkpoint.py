@@ -12,11 +12,14 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lighthouse.messages import Head
+from torchft_plus.titan.outer_state import OuterState
 
 logger = logging.getLogger(__name__)
 
 KEY = "torchft_plus"
 """Our entry in torchtitan's ``train_state``."""
+OUTER = "torchft_plus_outer"
+"""Our entry beside torchtitan's own states, in a run with windows of inner steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +32,8 @@ class SavedHead:
     """Number of shares the data was cut into (groups x data-parallel ranks of a group)."""
     positions: Mapping[str, int] = field(default_factory=dict[str, int])
     """Share -> batches of it that were committed."""
+    steps_per_commit: int = 1
+    """torchtitan's steps that one step of the head stands for."""
 
     def for_shares(self, shares: int) -> SavedHead:
         """The same for a run that cuts its data into ``shares``: other cuts start at the beginning, and say so."""
@@ -42,6 +47,13 @@ class SavedHead:
         )
         return replace(self, shares=shares, positions={})
 
+    def for_steps_per_commit(self, steps_per_commit: int) -> SavedHead:
+        """The same in other units: the last head that is not ahead of it."""
+        if self.steps_per_commit == steps_per_commit:
+            return self
+        step = self.step * self.steps_per_commit // steps_per_commit
+        return replace(self, step=step, steps_per_commit=steps_per_commit)
+
     def to_text(self) -> str:
         """One line of JSON: a torch checkpoint holds it as it is, under one key, whatever changes inside."""
         return json.dumps(
@@ -50,6 +62,7 @@ class SavedHead:
                 "quorum_id": self.quorum_id,
                 "shares": self.shares,
                 "positions": dict(self.positions),
+                "steps_per_commit": self.steps_per_commit,
             }
         )
 
@@ -58,7 +71,13 @@ class SavedHead:
         """Inverse of ``to_text``."""
         value = json.loads(text)
         positions = {str(name): int(count) for name, count in value["positions"].items()}
-        return cls(int(value["step"]), int(value["quorum_id"]), int(value["shares"]), positions)
+        return cls(
+            int(value["step"]),
+            int(value["quorum_id"]),
+            int(value["shares"]),
+            positions,
+            int(value.get("steps_per_commit", 1)),
+        )
 
 
 class CommittedCheckpoints:
@@ -76,7 +95,10 @@ class CommittedCheckpoints:
         self._noted = False
         self.expects_head = True
         """Whether the trainer's ``state_dict`` shall ask the checkpoint for our entry."""
-        states: dict[str, Any] = getattr(checkpointer, "states", {})
+        self.outer: OuterState | None = None
+        """What a run with windows of inner steps saves, too."""
+        self._states: dict[str, Any] = getattr(checkpointer, "states", {})
+        states = self._states
         if states.pop("dataloader", None) is not None:
             excluded: list[str] = getattr(checkpointer, "exclude_from_loading", [])
             if "dataloader" in excluded:
@@ -127,13 +149,20 @@ class CommittedCheckpoints:
         Returns:
             Whether there was anything to load.
         """
+        if self.outer is not None:
+            self._states[OUTER] = self.outer
         try:
-            return stock_load(step)
-        except CheckpointException as error:
-            if f"train_state.{KEY}" not in str(error):
-                raise
-        self.expects_head = False  # torch refuses before it has changed anything
-        try:
-            return stock_load(step)
+            while True:
+                try:
+                    return stock_load(step)
+                except CheckpointException as error:  # torch refuses before it has changed anything
+                    if OUTER in self._states and f"{OUTER}." in str(error):
+                        del self._states[OUTER]
+                    elif self.expects_head and f"train_state.{KEY}" in str(error):
+                        self.expects_head = False
+                    else:
+                        raise
         finally:
             self.expects_head = True
+            if self.outer is not None:
+                self._states[OUTER] = self.outer

@@ -159,7 +159,33 @@ def _check_enabled(config: TitanConfig) -> None:
             "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp leaves scales behind that a group which"
             " comes back does not have: remove it, or set fault_tolerance.enable = false."
         )
+    _check_semi_sync(config)
     if config.tables.get("comm", {}).get("mode", "default") != "default":
         raise ConfigError(
             "comm.mode must be left out with fault_tolerance.enable = true: it simulates the ranks."
+        )
+
+
+DEFAULT_STEPS = 10_000
+"""torchtitan's own ``training.steps``."""
+
+
+def _check_semi_sync(config: TitanConfig) -> None:
+    """What does not go together with windows of inner steps."""
+    table = config.fault_tolerance
+    if table.semi_sync_method is None:
+        return
+    window = table.steps_per_commit
+    steps = config.tables.get("training", {}).get("steps", DEFAULT_STEPS)
+    if steps % window:
+        raise ConfigError(
+            f"training.steps is {steps}: with fault_tolerance.semi_sync_method it must be a multiple of the {window} steps"
+            f" between two syncs, for a run ends with a sync: make it {steps // window * window or window}"
+            f" or {(steps // window + 1) * window}."
+        )
+    pipeline = config.tables.get("parallelism", {}).get("pipeline_parallel_degree", 1)
+    if pipeline > 1 and table.fragments > 1:
+        raise ConfigError(
+            f"fault_tolerance.num_fragments is {table.fragments}, but with parallelism.pipeline_parallel_degree ="
+            f" {pipeline} a rank may hold nothing of a fragment: synchronise the model as one fragment."
         )

@@ -15,7 +15,7 @@ from torchtitan.config.job_config import FaultTolerance as TitanFaultTolerance
 from torchft_plus.titan.config import TitanConfig
 from torchft_plus.titan.schema import Tables
 
-SHARED_KEYS = ("enable", "process_group", "replica_id", "group_size", "min_replica_size")
+SHARED_KEYS = ("enable", "process_group", "replica_id", "group_size", "min_replica_size", "semi_sync_method")
 """Keys of ``[fault_tolerance]`` that torchtitan has too (its metrics logger reads some of them)."""
 
 
@@ -27,6 +27,7 @@ class PluginFaultTolerance(TitanFaultTolerance):
     job_id: str = "default"
     timeout_ms: int = 0
     weighting: str = "equal"
+    sync_steps: int = 0
 
 
 @dataclass
@@ -64,6 +65,7 @@ def job_config(config: TitanConfig) -> JobConfig:
         "job_id": table.job_id,
         "timeout_ms": table.timeout_ms,
         "weighting": table.weighting,
+        "sync_steps": table.sync_steps if table.semi_sync_method else 0,
     }
 
     class Manager(ConfigManager):

@@ -6,9 +6,15 @@ from torchft_plus.titan.seam import Outcome
 
 
 class FaultToleranceMetrics:
-    """Counters of one process, under ``ft/`` in torchtitan's own metrics."""
+    """Counters of one process, under ``ft/`` in torchtitan's own metrics.
 
-    def __init__(self) -> None:
+    Args:
+        synchronises: commits are syncs between inner steps.
+    """
+
+    def __init__(self, synchronises: bool = False) -> None:
+        self._synchronises = synchronises
+        self._syncs = 0
         self._participants = 0
         self._quorum_id = 0
         self._commits = 0
@@ -30,16 +36,19 @@ class FaultToleranceMetrics:
             self._refusals += 1
             return
         self._commits += 1
+        self._syncs = outcome.head.step
         self._participants = outcome.contributors
         self._quorum_id = quorum_id
 
     def values(self) -> dict[str, float]:
         """For ``extra_metrics``: groups whose gradients counted, quorum, steps committed and refused by this process,
-        and how long it last took from joining to being level (0 if it never was behind)."""
-        return {
+        and how long it last took from joining to being level (0 if it never was behind). With windows of inner steps
+        a step is a sync, and ``ft/syncs`` is the number of all that the run has committed."""
+        values = {
             "ft/participants": self._participants,
             "ft/quorum_id": self._quorum_id,
             "ft/commits": self._commits,
             "ft/refusals": self._refusals,
             "ft/heal_seconds": self._heal_seconds,
         }
+        return {**values, "ft/syncs": self._syncs} if self._synchronises else values

@@ -2,26 +2,24 @@
 
 ``FaultTolerantMixin`` stands before the stock ``Trainer`` in the bases of one small class per version. It overrides
 ``forward_backward_step``, ``train_step``, ``state_dict`` and ``close``, and wraps methods of the *instances* that the
-stock trainer calls (optimizer and scheduler steps, loading, saving, logging, validation). No method is copied.
+stock trainer calls (optimizer and scheduler steps, loading, saving, logging, validation). No method is copied. What a
+step is to the other groups is the business of its ``StepMode``.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from lighthouse.messages import Head
 from torchft_plus.titan.checkpoint import KEY, CommittedCheckpoints, SavedHead
 from torchft_plus.titan.config import TitanConfig
 from torchft_plus.titan.data import Batch, CommittedBatches, Share
-from torchft_plus.titan.metrics import FaultToleranceMetrics
-from torchft_plus.titan.seam import Outcome, StepManager, connect, gradient_reducer
-from torchft_plus.titan.training_state import TrainingState
+from torchft_plus.titan.seam import StepManager, connect
+from torchft_plus.titan.semi_sync import Windows
+from torchft_plus.titan.step_mode import GradientSteps, StepMode
 
 _Stock: Any = Any if TYPE_CHECKING else object
 
@@ -35,17 +33,17 @@ class FaultTolerantMixin(_Stock):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self._manager: Any = None
-        self._outcome: Outcome | None = None
-        self._behind = False
         self._micro_batches = 0
-        self._losses: list[torch.Tensor] = []
         self._timeouts_lowered = False
         self._saved: SavedHead | None = None
         self._reader_start: Any = None
-        self._batches = CommittedBatches(self._load_data, self.batch_generator)
-        self._training_state = TrainingState(self.lr_schedulers)
-        self._metrics = FaultToleranceMetrics()
-        self._checkpoints = CommittedCheckpoints(self.checkpointer)
+        self.losses: list[torch.Tensor] = []
+        """Of the micro-batches of the present step."""
+        self.batches = CommittedBatches(self._load_data, self.batch_generator)
+        windows = self.plugin.fault_tolerance.semi_sync_method is not None
+        self._mode: StepMode = Windows(self) if windows else GradientSteps(self)
+        self.checkpoints = CommittedCheckpoints(self.checkpointer)
+        self._mode.prepare()
         self._wrap_instances()
 
     # --- where the versions differ -----------------------------------------------------------------------------------
@@ -58,6 +56,11 @@ class FaultTolerantMixin(_Stock):
         """How far one batch moves torchtitan's ``ntokens_seen``."""
         raise NotImplementedError
 
+    @property
+    def training_steps(self) -> int:
+        """torchtitan's ``training.steps``."""
+        raise NotImplementedError
+
     # --- set-up ------------------------------------------------------------------------------------------------------
 
     def connect(self) -> Any:
@@ -66,56 +69,42 @@ class FaultTolerantMixin(_Stock):
 
     def _wrap_instances(self) -> None:
         """Let the stock trainer's calls pass through us; on the instances, so that nobody else is affected."""
+        mode = self._mode
         step_optimizers, step_schedulers = self.optimizers.step, self.lr_schedulers.step
         load, save, log = self.checkpointer.load, self.checkpointer.save, self.metrics_processor.log
 
-        def optimizers_step() -> None:
-            if self._outcome is not None and self._outcome.applied:
-                self.manager.record_or_step(list(self.optimizers), step_optimizers)
-
-        def schedulers_step() -> None:
-            if self._outcome is not None and self._outcome.applied:
-                step_schedulers()
-
         def load_then_join(step: int = -1) -> bool:
-            loaded = self._checkpoints.load(load, step)
+            loaded = self.checkpoints.load(load, step)
             self._join()
             return loaded
 
         def save_committed(curr_step: int, last_step: bool = False) -> Any:
             if self._manager is None:  # a seed checkpoint: nothing is trained
                 return save(curr_step, last_step=last_step)
-            return self._checkpoints.save(save, curr_step, last_step, self._writes(), self.manager.disk_saved)
+            head = mode.head_to_save()
+            return self.checkpoints.save(save, curr_step, last_step, head, self.manager.disk_saved)
 
         def log_committed(step: int, global_avg_loss: float, *rest: Any, **named: Any) -> None:
-            if self._committed:
-                more = {**(named.pop("extra_metrics", None) or {}), **self._metrics.values()}
-                log(step, self._mean_loss(global_avg_loss), *rest, extra_metrics=more, **named)
+            if mode.counts:
+                more = {**(named.pop("extra_metrics", None) or {}), **mode.metrics.values()}
+                log(step, mode.mean_loss(global_avg_loss), *rest, extra_metrics=more, **named)
 
-        self.optimizers.step, self.lr_schedulers.step = optimizers_step, schedulers_step
+        self.optimizers.step = lambda: mode.step_optimizers(step_optimizers)
+        self.lr_schedulers.step = lambda: mode.step_schedulers(step_schedulers)
         self.checkpointer.load, self.checkpointer.save = load_then_join, save_committed
         self.metrics_processor.log = log_committed
         if hasattr(self, "validator"):
             should_validate = self.validator.should_validate
             self.validator.should_validate = lambda step: (
-                self._committed and not self._behind and should_validate(step)
+                mode.counts and not mode.behind and should_validate(step)
             )
 
     def _join(self) -> None:
         """Called by the stock ``train`` when it has loaded its checkpoint, before the first step."""
-        self._training_state.tokens = self.ntokens_seen
         manager = self._manager = self.connect()
-        parameters: list[tuple[str, torch.nn.Parameter]] = []
-        for index, part in enumerate(self.model_parts):
+        for part in self.model_parts:
             refuse_unshared_buffers(part, self.plugin.group_size)
-            manager.state.register_module(f"model_{index}", part)
-            parameters += [(f"{index}.{n}", p) for n, p in part.named_parameters() if p.requires_grad]
-        for _, parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(lay_out_gradient)  # before the reducer's hooks
-        for index, optimizer in enumerate(self.optimizers):
-            manager.state.register_optimizer(f"optimizer_{index}", optimizer)
-        manager.state.register_values("titan", self._training_state.get, self._training_state.set)
-        manager.attach(gradient_reducer(parameters))
+        self._mode.join(manager)
         if self._saved is not None:
             manager.restore_head(Head(self._saved.step, self._saved.quorum_id))
             manager.state.apply_values({"torchft_plus": {"positions": dict(self._saved.positions)}})
@@ -141,132 +130,72 @@ class FaultTolerantMixin(_Stock):
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _committed(self) -> bool:
-        return self._outcome is not None and not self._outcome.refused
-
     def train_step(self, data_iterator: Iterator[Batch]) -> None:
         """One attempt of a step; a refused one leaves no trace, and its batches are given again.
 
         ``data_iterator`` is not used: the place in the data follows the commits, also those of a predecessor.
         """
-        self._start_step()
+        self._mode.start()
+        self._micro_batches = 0
+        self.losses.clear()
         try:
-            super().train_step(self._batches.step())
+            super().train_step(self.batches.step())
         finally:
-            self.step = self.manager.current_step()
-            self.ntokens_seen = self._training_state.tokens
-        if self._committed and not self._behind and not self._timeouts_lowered:
+            self._mode.end()
+        if self._mode.counts and not self._mode.behind and not self._timeouts_lowered:
             self._timeouts_lowered = True
             self.lower_timeouts()
 
-    def _start_step(self) -> None:
-        self._outcome = None
-        if not self._behind:
-            self._weigh()
-        plan = self.manager.start_step()
-        if plan.caught_up and self._weigh():
-            plan = self.manager.start_step()  # over again: only now it is known which batches come
-        self._behind = plan.behind
-        self._metrics.started(plan.behind, time.monotonic())
-        self._batches.seek(
-            self._batches.committed if plan.behind else self.manager.positions.get(self._position_name, 0)
-        )
-        self.step = self.manager.current_step() + 1
-        self._micro_batches = 0
-        self._losses.clear()
-
-    def _weigh(self) -> bool:
-        """Let this group's gradient count by its tokens, if that is wanted; says whether it is."""
-        if self.plugin.fault_tolerance.weighting != "tokens":
-            return False
-        self._batches.seek(self.manager.positions.get(self._position_name, 0))
-        batches = self._batches.prefetch(self._batches_per_step)
-        tokens = torch.stack([(labels != IGNORE_INDEX).sum() for _, labels in batches]).sum().to(self.device)
-        if self.parallel_dims.dp_enabled:
-            dist.all_reduce(tokens, group=self.parallel_dims.get_mesh("batch").get_group())
-        self.manager.set_weight(float(tokens))
-        return True
-
-    @property
-    def _batches_per_step(self) -> int:
-        return self.gradient_accumulation_steps * getattr(self, "num_pipeline_parallel_microbatches", 1)
-
-    @property
-    def _position_name(self) -> str:
-        return str(self.share.index)
-
     def forward_backward_step(self, **arguments: Any) -> torch.Tensor:
         """One micro-batch, without forward and backward while this group is behind; the last one ends the step."""
-        if self._behind:
+        if self._mode.behind:
             loss = torch.zeros((), dtype=torch.float32, device=self.device)
         else:
             loss = cast(torch.Tensor, super().forward_backward_step(**arguments))
-            self._losses.append(loss.detach().clone())
+            self.losses.append(loss.detach().clone())
         self._micro_batches += 1
         if self._micro_batches == self.gradient_accumulation_steps:
-            self._finish_step()
+            self._mode.backward_ended()
         # A step that is not finite is skipped by all groups; torchtitan 0.3 would end this process for it.
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
 
-    def _finish_step(self) -> None:
-        """Average over the groups, vote, and note what was committed."""
-        scalars: dict[str, float] = {}
-        positions: dict[str, int] = {}
-        if not self._behind:
-            tokens = sum(self.tokens_of(labels) for _, labels in self._batches.given)
-            scalars = {"loss": self._rank_loss(), "tokens": float(tokens)}
-            positions = {self._position_name: self._batches.position}
-        outcome = self._outcome = self.manager.finish_step(scalars=scalars, positions=positions)
-        self._metrics.finished(outcome, self.manager.quorum_id())
-        if outcome.refused:
-            return
-        if not self._behind:
-            self._batches.commit()
-        # Every rank of a group moves by the same number, and every group by that of all groups.
-        self._training_state.tokens += round(outcome.scalars.get("tokens", 0.0) / dist.get_world_size())
-        self.ntokens_seen = self._training_state.tokens
+    @property
+    def batches_per_step(self) -> int:
+        """Batches of one rank."""
+        return self.gradient_accumulation_steps * getattr(self, "num_pipeline_parallel_microbatches", 1)
 
-    def _rank_loss(self) -> float:
-        """What this rank adds to the group's mean loss: ranks of one tensor-parallel set hold the same loss."""
-        dims = self.parallel_dims
-        if dims.pp_enabled and not self.pp_has_last_stage:
-            return 0.0
-        return float(torch.sum(torch.stack(self._losses))) / dims.tp
+    @property
+    def position_name(self) -> str:
+        """Under which the Manager keeps the position of this group's share."""
+        return str(self.share.index)
 
-    def _mean_loss(self, own: float) -> float:
-        """Mean over the groups that contributed."""
-        outcome = self._outcome
-        if outcome is None or not outcome.contributors or "loss" not in outcome.scalars:
-            return own
-        return outcome.scalars["loss"] / outcome.contributors
+    @property
+    def committed_position(self) -> int:
+        """Batches of this group's share that were committed."""
+        return self.manager.positions.get(self.position_name, 0)
+
+    def tokens_given(self) -> int:
+        """Tokens of the present step's batches."""
+        return sum(self.tokens_of(labels) for _, labels in self.batches.given)
 
     def should_continue_training(self) -> bool:
-        """Until ``training.steps`` are committed; a group that is behind then takes up the state it has fetched."""
+        """Until ``training.steps`` are committed."""
         if super().should_continue_training():
             return True
-        if self._behind:
-            self._behind = self.manager.start_step().behind
+        self._mode.end_of_training()
         return False
 
     # --- disk and end ------------------------------------------------------------------------------------------------
 
-    def _writes(self) -> Head | None:
-        """The head to save, if this group is the one that writes now."""
-        outcome = self._outcome
-        if outcome is None or outcome.refused or self._behind or self.manager.participating_rank() != 0:
-            return None
-        return outcome.head
-
     def state_dict(self) -> dict[str, Any]:
         """torchtitan's ``train_state`` and the head, for disk checkpoints."""
         state: dict[str, Any] = super().state_dict()
-        if self._checkpoints.expects_head:
-            outcome = self._outcome
-            head = Head() if outcome is None else outcome.head
-            self._checkpoints.note_saved()
+        if self.checkpoints.expects_head:
+            head = self._mode.head()
+            self.checkpoints.note_saved()
             positions = {} if self._manager is None else dict(self.manager.positions)
-            state[KEY] = SavedHead(head.step, head.quorum_id, self._shares, positions).to_text()
+            saved = SavedHead(head.step, head.quorum_id, self._shares, positions, self._mode.steps_per_commit)
+            state[KEY] = saved.to_text()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -278,12 +207,11 @@ class FaultTolerantMixin(_Stock):
         elif (
             self.share.size == 1
         ):  # written by the stock trainer, which reads the same share in the same order
-            saved = SavedHead(
-                self.step, 0, self._shares, {self._position_name: self.step * self._batches_per_step}
-            )
+            positions = {self.position_name: self.step * self.batches_per_step}
+            saved = SavedHead(self.step, 0, self._shares, positions)
         else:
             saved = SavedHead(self.step, 0)
-        self._saved = saved.for_shares(self._shares)
+        self._saved = saved.for_shares(self._shares).for_steps_per_commit(self._mode.steps_per_commit)
 
     @property
     def _shares(self) -> int:
@@ -294,26 +222,6 @@ class FaultTolerantMixin(_Stock):
         if self._manager is not None:
             self._manager.shutdown()
         super().close()
-
-
-IGNORE_INDEX = -100
-"""Label of a token that does not count, in torch and in torchtitan."""
-
-
-def lay_out_gradient(parameter: torch.Tensor) -> None:
-    """Let a gradient lie as its parameter does.
-
-    Tensor parallelism without FSDP leaves some as unsummed parts; the optimizer would lay them out in its step. All ranks of
-    a group run the same backward, so the collective that this may take comes in the same order on each.
-    """
-    gradient = parameter.grad
-    if (
-        isinstance(gradient, DTensor)
-        and isinstance(parameter, DTensor)
-        and gradient.placements != parameter.placements
-    ):
-        with torch.no_grad():
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 class _NamesBuffers(Protocol):

@@ -50,6 +50,11 @@ class Outcome(Protocol):
         ...
 
     @property
+    def contributed(self) -> bool:
+        """This group's gradient counted."""
+        ...
+
+    @property
     def scalars(self) -> Mapping[str, float]:
         """Sums over all ranks of all contributors."""
         ...

@@ -40,6 +40,11 @@ class FaultTolerantTrainer(FaultTolerantMixin, stock.Trainer):
         """0.2 counts the labels as they come from the dataloader."""
         return labels.numel()
 
+    @property
+    def training_steps(self) -> int:
+        """See the mixin."""
+        return self.job_config.training.steps
+
     def lower_timeouts(self) -> None:
         """The stock loop does it at step 1, which a group that joins later never has."""
         if self.step != 1:

@@ -35,6 +35,11 @@ class FaultTolerantTrainer(FaultTolerantMixin, Trainer):
         """0.3 counts the labels that are left to a rank when context parallelism has cut them."""
         return labels.numel() // self.parallel_dims.cp
 
+    @property
+    def training_steps(self) -> int:
+        """See the mixin."""
+        return self.config.training.steps
+
     def train_step(self, data_iterator: Any) -> None:
         """See the mixin."""
         if self._first_step is None:

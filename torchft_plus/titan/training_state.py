@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 
 class TrainingState:
     """Tokens seen and learning rate schedule, which move with committed steps only.
@@ -27,3 +29,23 @@ class TrainingState:
         """Take over a donor's values."""
         self.tokens = int(values["tokens"])
         self._schedulers.load_state_dict(values["schedulers"])
+
+
+def align(schedulers: Any, step: int) -> None:
+    """Put schedules and learning rates to where they are after ``step`` steps.
+
+    Args:
+        schedulers: torchtitan's container; its schedules are functions of the step (``LambdaLR``).
+        step: number of steps.
+    """
+    for scheduler in schedulers.schedulers:
+        scheduler.last_epoch, scheduler._step_count = step, step + 1
+        rates = [
+            base * factor(step) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        ]
+        for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        scheduler._last_lr = rates

@@ -123,7 +123,17 @@ def test_replica_id_comes_from_override_then_launcher_then_file(tmp_path: Path) 
         ("enable = true", {"TORCHFT_LIGHTHOUSE": "nowhere"}, "expected host:port"),
         ("enable = true\ngroup_size = 2", {**LIGHTHOUSE, "REPLICA_ID": "replica_2"}, "numbers 0 to 1 only"),
         ("enable = true\ngroup_size = 2", {**LIGHTHOUSE, "REPLICA_ID": "north"}, "does not end in a number"),
-        ("enable = true\nsemi_sync_method = 'diloco'", LIGHTHOUSE, "semi_sync_method"),
+        (
+            "enable = true\nsemi_sync_method = 'diloco'\nsync_steps = 20\n[training]\nsteps = 50",
+            LIGHTHOUSE,
+            "training.steps is 50: with fault_tolerance.semi_sync_method it must be a multiple of the 20 steps",
+        ),
+        (
+            "enable = true\nsemi_sync_method = 'diloco'\nsync_steps = 20\nnum_fragments = 2\n[parallelism]\n"
+            "pipeline_parallel_degree = 2",
+            LIGHTHOUSE,
+            "pipeline_parallel_degree",
+        ),
         ("enable = true\ngroup_size = 2\nmin_replica_size = 3", LIGHTHOUSE, "min_replica_size"),
         ("enable = true\n[optimizer]\nearly_step_in_backward = true", LIGHTHOUSE, "early_step_in_backward"),
         (
@@ -182,7 +192,11 @@ def test_a_mistake_starts_nothing(
 def test_shipped_run_files_are_sound(file: Path) -> None:
     config = read(["--job.config_file", str(file)], LIGHTHOUSE)
     assert config.fault_tolerance.enable
-    assert config.group_size == {"llama3_debug_cpu": 3, "llama3_debug_cpu_fsdp": 2}.get(file.stem, 16)
+    assert config.group_size == {
+        "llama3_debug_cpu": 3,
+        "llama3_debug_cpu_fsdp": 2,
+        "llama3_debug_cpu_diloco": 4,
+    }.get(file.stem, 16)
     assert config.fault_tolerance.process_group == {"mi300": "rccl", "h100": "nccl"}.get(
-        file.stem.rsplit("_", 1)[-1], "gloo"
+        file.stem.removesuffix("_diloco").rsplit("_", 1)[-1], "gloo"
     )

@@ -11,12 +11,13 @@ import pytest
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lighthouse.messages import Head
-from torchft_plus.titan.checkpoint import KEY, CommittedCheckpoints, SavedHead
+from torchft_plus.titan.checkpoint import KEY, OUTER, CommittedCheckpoints, SavedHead
 from torchft_plus.titan.metrics import FaultToleranceMetrics
+from torchft_plus.titan.outer_state import OuterState
 
 
 def test_saved_head_survives_its_text() -> None:
-    saved = SavedHead(7, (3 << 32) | 5, 4, {"0": 7, "1": 6})
+    saved = SavedHead(7, (3 << 32) | 5, 4, {"0": 7, "1": 6}, 20)
     assert SavedHead.from_text(saved.to_text()) == saved
 
 
@@ -28,6 +29,13 @@ def test_positions_of_another_cut_of_the_data_are_dropped_and_that_is_said(
     with caplog.at_level(logging.WARNING):
         assert saved.for_shares(8) == SavedHead(7, 5, 8, {})
     assert "every group reads its share from the beginning" in caplog.text
+
+
+def test_a_head_in_other_units_is_the_last_one_that_is_not_ahead() -> None:
+    saved = SavedHead(7, 5, 4, {"0": 7}, 20)
+    assert saved.for_steps_per_commit(20) == saved
+    assert saved.for_steps_per_commit(1) == SavedHead(140, 5, 4, {"0": 7}, 1)
+    assert saved.for_steps_per_commit(50) == SavedHead(2, 5, 4, {"0": 7}, 50)
 
 
 def missing(key: str) -> CheckpointException:
@@ -51,6 +59,25 @@ def test_a_checkpoint_of_the_stock_trainer_is_loaded_without_our_entry() -> None
     assert checkpoints.load(stock_load, 4)
     assert asked == [True, False]
     assert checkpoints.expects_head
+
+
+def test_a_checkpoint_without_outer_state_is_loaded_without_it() -> None:
+    states: dict[str, Any] = {}
+    checkpoints = CommittedCheckpoints(SimpleNamespace(states=states))
+    checkpoints.outer = OuterState([])
+    asked: list[tuple[bool, bool]] = []
+
+    def stock_load(step: int) -> bool:
+        asked.append((checkpoints.expects_head, OUTER in states))
+        if OUTER in states:
+            raise missing(f"{OUTER}.global.norm.weight")
+        if checkpoints.expects_head:
+            raise missing(f"train_state.{KEY}")
+        return True
+
+    assert checkpoints.load(stock_load, 4)
+    assert asked == [(True, True), (True, False), (False, False)]
+    assert checkpoints.expects_head and states == {OUTER: checkpoints.outer}, "it is saved again"
 
 
 def test_any_other_failure_to_load_is_raised() -> None:
@@ -106,7 +133,7 @@ def test_no_head_is_saved_when_no_checkpoint_was_due() -> None:
 
 
 def outcome(refused: bool) -> Any:
-    return SimpleNamespace(refused=refused, contributors=3)
+    return SimpleNamespace(refused=refused, contributors=3, head=Head(9, 2))
 
 
 def test_metrics_count_commits_refusals_and_the_time_of_healing() -> None:
@@ -124,3 +151,9 @@ def test_metrics_count_commits_refusals_and_the_time_of_healing() -> None:
         "ft/refusals": 1,
         "ft/heal_seconds": 4.5,
     }
+
+
+def test_metrics_of_windows_count_the_syncs_of_the_run() -> None:
+    metrics = FaultToleranceMetrics(synchronises=True)
+    metrics.finished(outcome(refused=False), 2)
+    assert (metrics.values()["ft/commits"], metrics.values()["ft/syncs"]) == (1, 9)

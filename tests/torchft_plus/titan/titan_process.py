@@ -1,6 +1,8 @@
 """Runs ``torchft_plus.titan`` in a process of its own and writes what became of the trainer to ``TITAN_RESULT``.
 
-``TITAN_INFINITE=3`` spoils the gradients of the 3rd micro-batch. ``TITAN_REFUSE=3,5``
+``TITAN_SAVE=1`` saves its parameters beside it, as ``.pt``.
+``TITAN_INFINITE=3`` spoils the gradients of the 3rd micro-batch. ``TITAN_DIE_IN_SYNC=3`` and ``TITAN_DIE_IN_STEP=25`` kill the
+process when it has posted for the 3rd sync, or when it begins the 25th step. ``TITAN_REFUSE=3,5``
 puts a double in the place of the Manager that refuses its 3rd and 5th attempt.
 """
 
@@ -10,6 +12,7 @@ import hashlib
 import importlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +22,8 @@ from typing import Any
 import torch
 
 from lighthouse.messages import Head
-from torchft_plus.titan import cpu, mixin, versions
+from torchft_plus.manager.manager import Manager
+from torchft_plus.titan import cpu, mixin, step_mode, versions
 from torchft_plus.titan.__main__ import main
 
 
@@ -63,6 +67,7 @@ class RefusingManager:
             applied=not refused,
             refused=refused,
             contributors=1,
+            contributed=not refused,
             scalars={} if refused else dict(scalars),
         )
 
@@ -104,6 +109,31 @@ def spoil(trainer: Any, micro_batch: int) -> None:
     trainer.forward_backward_step = forward_backward_step
 
 
+def die_in_sync(sync: int) -> None:
+    """SIGKILL when the pseudo-gradient of that sync is on its way."""
+    launch = Manager.launch_step
+
+    def launch_step(self: Manager, weight: float) -> None:
+        launch(self, weight)
+        if self.current_step() + 1 == sync:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Manager.launch_step = launch_step
+
+
+def die_in_step(trainer: Any, step: int) -> None:
+    """SIGKILL in the forward of that step."""
+    stock = trainer.forward_backward_step
+
+    def forward_backward_step(self: Any, **arguments: Any) -> torch.Tensor:
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss: torch.Tensor = stock(self, **arguments)
+        return loss
+
+    trainer.forward_backward_step = forward_backward_step
+
+
 def digest(parts: list[torch.nn.Module]) -> str:
     state = hashlib.sha256()
     for part in parts:
@@ -125,6 +155,8 @@ def write_result_at_close(trainer: Any, path: Path) -> None:
             "plugin": isinstance(self, mixin.FaultTolerantMixin),
         }
         path.write_text(json.dumps(result))
+        if os.environ.get("TITAN_SAVE"):
+            torch.save(dict(self.model_parts[0].named_parameters()), path.with_suffix(".pt"))
         close(self)
 
     trainer.close = write_and_close
@@ -136,8 +168,12 @@ if __name__ == "__main__":
     write_result_at_close(stock_trainer(version), Path(os.environ["TITAN_RESULT"]))
     if micro_batch := os.environ.get("TITAN_INFINITE"):
         spoil(stock_trainer(version), int(micro_batch))
+    if sync := os.environ.get("TITAN_DIE_IN_SYNC"):
+        die_in_sync(int(sync))
+    if step := os.environ.get("TITAN_DIE_IN_STEP"):
+        die_in_step(stock_trainer(version), int(step))
     if refused := os.environ.get("TITAN_REFUSE"):
         manager = RefusingManager({int(attempt) for attempt in refused.split(",")})
         setattr(mixin, "connect", lambda config: manager)  # noqa: B010
-        setattr(mixin, "gradient_reducer", lambda named: manager.parameters.extend(p for _, p in named))  # noqa: B010
+        setattr(step_mode, "gradient_reducer", lambda named: manager.parameters.extend(p for _, p in named))  # noqa: B010
     sys.exit(main())
