@@ -70,10 +70,13 @@ def test_a_killed_group_heals_and_the_survivor_loses_no_inner_step(runs: Runs, m
     assert one == other
     assert one["step"] == steps
     assert compared_digests(runs) >= 4
-    # The global batches are those of the windows that counted.
-    contributed = sum(event["contributed"] for event in runs.events("replica_1", "commit"))
-    assert 2 < contributed < steps // window
-    assert one["tokens"] == 32 * window * (steps // window + contributed)
+    # Batches of the window that the group came back in are read again; those of a second window that was too early for its
+    # fragment count in the next sync.
+    level = runs.events("replica_1", "level")[-1]["time"]
+    counted = [event["contributed"] for event in runs.events("replica_1", "commit")]
+    early = sum(not e["contributed"] and e["time"] > level for e in runs.events("replica_1", "commit"))
+    assert 2 < sum(counted) < steps // window
+    assert one["tokens"] == 32 * window * (steps // window + sum(counted) + max(0, early - 1))
 
 
 def test_one_replica_that_takes_over_its_own_average_equals_the_stock_trainer(runs: Runs) -> None:
