@@ -120,7 +120,7 @@ def test_fuzzed_fields_give_a_manifest_or_a_sentence(data: st.DataObject) -> Non
     document = json.loads(json.dumps(GOOD))
     for _ in range(data.draw(st.integers(1, 3))):
         place: Any = data.draw(st.sampled_from([document, document["head"], *document["tensors"]]))
-        if isinstance(place, dict):
+        if isinstance(place, dict) and place:
             place[data.draw(st.sampled_from(sorted(place)))] = data.draw(VALUES)
             if not isinstance(document.get("tensors"), list) or not isinstance(document.get("head"), dict):
                 break
