@@ -157,9 +157,9 @@ def _total_loss(
         # A new process that waits for the place of its predecessor brings an initial state.
         text = "for replicas that restart with an initial state"
         return Wait(text, total_loss=True, start_over=not roster.pending)
-    later = [str(p.process) for p in roster.peers.values() if _brings_more(p, plan.base, roster)]
+    later = [str(p.process) for p in roster.peers.values() if p not in stayers and _brings_more(p, plan.base)]
     if later:
-        return Wait(f"for {', '.join(later)} to ask: what it holds is newer", total_loss=True)
+        return Wait(f"for {', '.join(later)} to take part: what it holds is newer", total_loss=True)
     text = f"total loss: nobody holds the state of quorum {q_last.id} any more; {_loss(view, plan)}"
     return replace(plan, reload=True, reason=text, announce=text)
 
@@ -180,10 +180,10 @@ def _loss(view: View, plan: Plan) -> str:
     return f"training goes on from step {plan.base.step}, {lost} steps are lost"
 
 
-def _brings_more(peer: Peer, base: Head, roster: Roster) -> bool:
-    """True if this process is here with a later state, and only its ask is still on the way."""
+def _brings_more(peer: Peer, base: Head) -> bool:
+    """True if this process is here with a later state, but has not asked yet, stands still, or is left out for a time."""
     position = peer.position
-    if not peer.connected or position is None or roster.counts(peer):
+    if not peer.connected or position is None or (peer.ask is not None and peer.ask.leaving):
         return False
     heads = [position.head] if position.level else []
     return any(head.order > base.order for head in [*heads, position.disk_head or base])

@@ -1166,7 +1166,7 @@ def test_a_total_loss_waits_for_the_ask_of_whom_is_here_with_something_newer() -
     driver.ask("a2")
     driver.wait(2_000, beats="a2 b")
     assert driver.members == "a"
-    assert "b/1 to ask" in driver.waiting
+    assert "b/1 to take part" in driver.waiting
     driver.ask("b", newer)
     assert driver.members == "b (a2)"
     assert driver.quorum.base == newer.head

@@ -541,21 +541,3 @@ def every_reported_member_is_awaited(m: pytest.MonkeyPatch) -> None:
 @mutation("F22: silence counts only while the Lighthouse itself ran", "names")
 def own_pauses_count_as_silence(m: pytest.MonkeyPatch) -> None:
     m.setattr(Lighthouse, "_read_clock", lambda self: self.life.now_ms)
-
-
-@mutation("L6: who stands still while others wait is left out", "pause")
-def nobody_is_overdue(m: pytest.MonkeyPatch) -> None:
-    m.setattr(Roster, "find_overdue", lambda self: None)
-
-
-@mutation("L5: exits are stored", "store")
-def exits_are_forgotten(m: pytest.MonkeyPatch) -> None:
-    original = QuorumCore._store
-
-    def store(self: QuorumCore) -> None:
-        original(self)
-        effect = self._effects[-1]
-        assert isinstance(effect, Store)
-        self._effects[-1] = replace(effect, record=replace(effect.record, gone=()))
-
-    m.setattr(QuorumCore, "_store", store)

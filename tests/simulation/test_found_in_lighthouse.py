@@ -216,6 +216,28 @@ def test_an_ask_with_an_older_progress_is_no_movement() -> None:
     assert [m.process for m in lighthouse.quorums()[-1].members] == [A]
 
 
+def test_no_total_loss_while_a_group_that_stands_still_holds_more() -> None:
+    """Seed 463, pause: overdue, it was no member of the last quorum; when that died, 16 steps were given up."""
+    lighthouse, quorum = two_members(join_timeout_ms=0, restart_timeout_ms=0)
+    for now_ms in range(500, 13_500, 500):
+        lighthouse.event(Received(A, 1, Beat(Progress(1, "reduce", 4))), now_ms)
+        lighthouse.event(Received(B, 1, Beat(Progress(1, "compute", 4))), now_ms)
+        lighthouse.tick(now_ms)
+    at_16 = Position(quorum.id, Head(16, quorum.id), level=True)
+    lighthouse.ask(B, 1, at_16, 13_510)
+    lighthouse.ask(A, 1, at_16, 13_520)
+    alone = lighthouse.quorums()[-1]
+    assert [m.process for m in alone.members] == [A]
+    lighthouse.event(ExitSeen(A), 13_530)
+    lighthouse.connect(A2, 1, fresh(), 13_540)
+    lighthouse.ask(A2, 1, fresh(), 13_540)
+    assert lighthouse.quorums()[-1] == alone, "b holds step 16"
+    lighthouse.event(Received(B, 1, Beat(Progress(1, "compute", 5))), 13_550)
+    lighthouse.tick(13_560)
+    lighthouse.ask(B, 1, Position(alone.id, Head(16, quorum.id), level=True), 13_570)
+    assert lighthouse.quorums()[-1].base == Head(16, quorum.id)
+
+
 def test_a_heartbeat_is_answered_after_the_revocation() -> None:
     """Profile outage, 20 of 300 seeds: the answer came first and ended the outage, and the member committed."""
     storage, events = MemoryStorage(), EventLog(None, "lighthouse")

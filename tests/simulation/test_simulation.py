@@ -13,7 +13,7 @@ from torchft_plus.testing.faults import PROFILES
 from torchft_plus.testing.seeds import explain, run_seed, settings_of
 from torchft_plus.testing.simulation import Simulation
 
-CI_SEEDS = 40
+CI_SEEDS = 80
 LONG_SEEDS = 1_000
 
 

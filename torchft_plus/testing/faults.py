@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from torchft_plus.testing.group import Group
     from torchft_plus.testing.simulation import Simulation
 
+OPERATOR_MS = 5_000
+"""When the faults are over: how soon somebody looks for whom all wait."""
+
 PROFILES: dict[str, dict[str, int]] = {
     "crash": {"crash": 8, "rank_death": 2},
     "death": {"crash": 6, "rank_death": 1, "power_loss": 3, "lighthouse_crash": 2},
@@ -124,7 +127,7 @@ class Faults:
         self._undo.clear()
         self._simulation.network.heal()
         self._cut_link()
-        self._end_last_holder()
+        self._world.scheduler.after(OPERATOR_MS, self._end_last_holder)
         self._simulation.lighthouse_disk.fails = False
         for group in self._simulation.launcher.all:
             for life in group.lives:
@@ -298,13 +301,15 @@ class Faults:
             self._hung = group
 
     def _end_last_holder(self) -> None:
-        """Nobody can go on without a group that hangs and alone has the state: somebody has to end it."""
+        """A group that hangs and alone has the state keeps all waiting: somebody has to end it."""
         hung = self._hung
         if hung is None or not hung.alive or hung.core is None:
             return
+        head = hung.core.head
         others = [g.core for g in self._simulation.launcher.all if g.alive and g is not hung and g.core]
-        if not any(core.level and core.head.order >= hung.core.head.order for core in others):
+        if not any(c.level and (c.head == head or c.head.order > head.order) for c in others):
             hung.end(-9, "an operator has ended it")
+        self._world.scheduler.after(OPERATOR_MS, self._end_last_holder)
 
     def _object(self, group: Group) -> None:
         group.ranks[self._world.between((0, group.ranks_count - 1))].objects = True
