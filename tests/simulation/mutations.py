@@ -536,8 +536,3 @@ def every_reported_member_is_awaited(m: pytest.MonkeyPatch) -> None:
             original(self)
 
     m.setattr(QuorumCore, "_adopt_reported", adopt)
-
-
-@mutation("F22: silence counts only while the Lighthouse itself ran", "names")
-def own_pauses_count_as_silence(m: pytest.MonkeyPatch) -> None:
-    m.setattr(Lighthouse, "_read_clock", lambda self: self.life.now_ms)
