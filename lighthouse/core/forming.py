@@ -11,7 +11,7 @@ from lighthouse.core.base import choose_base, choose_restart_base, holds, holds_
 from lighthouse.core.blame import Blame
 from lighthouse.core.roster import MAX_REMEMBERED, Peer, Roster
 from lighthouse.core.words import CoreConfig
-from lighthouse.messages import Head, Process, Quorum
+from lighthouse.messages import Head, Position, Process, Quorum
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,13 +153,19 @@ def _total_loss(
         needed = view.config.min_replicas
         return Wait(f"for {needed} replicas (min_replicas), {len(stayers)} have asked", total_loss=True)
     plan = _restart(stayers, "total loss")
+    base_here = plan.base if plan is not None else None
+    others = [p for p in roster.peers.values() if p not in stayers and p.connected]
+    later = [p.process for p in others if not _is_leaving(p) and _brings_more(p.position, base_here)]
+    later += [
+        p.process for p in roster.pending.values() if _brings_more(p.hello.position, base_here, disk=True)
+    ]
+    if later:
+        names = ", ".join(str(process) for process in later)
+        return Wait(f"for {names} to take part: what it holds is newer", total_loss=True)
     if plan is None:
         # A new process that waits for the place of its predecessor brings an initial state.
         text = "for replicas that restart with an initial state"
         return Wait(text, total_loss=True, start_over=not roster.pending)
-    later = [str(p.process) for p in roster.peers.values() if p not in stayers and _brings_more(p, plan.base)]
-    if later:
-        return Wait(f"for {', '.join(later)} to take part: what it holds is newer", total_loss=True)
     text = f"total loss: nobody holds the state of quorum {q_last.id} any more; {_loss(view, plan)}"
     return replace(plan, reload=True, reason=text, announce=text)
 
@@ -180,13 +186,19 @@ def _loss(view: View, plan: Plan) -> str:
     return f"training goes on from step {plan.base.step}, {lost} steps are lost"
 
 
-def _brings_more(peer: Peer, base: Head) -> bool:
-    """True if this process is here with a later state, but has not asked yet, stands still, or is left out for a time."""
-    position = peer.position
-    if not peer.connected or position is None or (peer.ask is not None and peer.ask.leaving):
+def _is_leaving(peer: Peer) -> bool:
+    return peer.ask is not None and peer.ask.leaving
+
+
+def _brings_more(position: Position | None, base: Head | None, *, disk: bool = False) -> bool:
+    """True if somebody who is here brings a later state than ``base``: its ask is on the way, it stands still, is left
+    out for a time, or waits for the place of its predecessor (which an initial state is no reason to wait for: ``disk``).
+    """
+    if position is None:
         return False
-    heads = [position.head] if position.level else []
-    return any(head.order > base.order for head in [*heads, position.disk_head or base])
+    heads = [position.head] if position.level and not (disk and position.head.step == 0) else []
+    heads += [position.disk_head] if position.disk_head is not None else []
+    return any(base is None or head.order > base.order for head in heads)
 
 
 def _may_still_hold(

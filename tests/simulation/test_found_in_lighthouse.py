@@ -40,7 +40,8 @@ from lighthouse.storage import MemoryStorage
 from lighthouse.timeouts import Timeouts
 
 START = Head(0, 0, "digest")
-A, B, C, A2 = Process("a", "1"), Process("b", "1"), Process("c", "1"), Process("a", "2")
+A, B, C = Process("a", "1"), Process("b", "1"), Process("c", "1")
+A2, B2 = Process("a", "2"), Process("b", "2")
 TIMEOUTS = Timeouts(12_000, 60_000)
 """Heartbeats: silent after 1,000 ms."""
 
@@ -236,6 +237,46 @@ def test_no_total_loss_while_a_group_that_stands_still_holds_more() -> None:
     lighthouse.tick(13_560)
     lighthouse.ask(B, 1, Position(alone.id, Head(16, quorum.id), level=True), 13_570)
     assert lighthouse.quorums()[-1].base == Head(16, quorum.id)
+
+
+def test_nobody_starts_over_while_the_ask_of_one_with_a_state_is_on_the_way() -> None:
+    """Seed 116, link: all were told to restart, and one who was here held the initial state of all."""
+    lighthouse = Lighthouse(expected_replicas=1, restart_timeout_ms=0)
+    lighthouse.connect(A, 1, fresh(), 0)
+    lighthouse.ask(A, 1, fresh(), 0)
+    first = lighthouse.quorums()[-1]
+    behind = Position(0, START, level=False)
+    lighthouse.connect(C, 1, behind, 10)
+    lighthouse.ask(C, 1, behind, 10)
+    lighthouse.ask(A, 1, Position(first.id, START, level=True), 11)
+    last = lighthouse.quorums()[-1]
+    lighthouse.connect(B, 1, Position(first.id, START, level=True), 20)
+    lighthouse.event(ExitSeen(A), 30)
+    lighthouse.ask(C, 1, Position(last.id, START, level=False), 31)
+    lighthouse.tick(40)
+    assert C not in lighthouse.retired()
+    lighthouse.ask(B, 1, Position(last.id, START, level=True), 50)
+    assert {m.process for m in lighthouse.quorums()[-1].members} == {B, C}
+
+
+def test_no_total_loss_while_who_waits_for_its_place_brings_more() -> None:
+    """Seed 83, outage: a checkpoint of the new process was one step newer than what was gone on from."""
+    lighthouse = Lighthouse(expected_replicas=1, restart_timeout_ms=0, restart_grace_ms=1_000)
+    lighthouse.connect(A, 1, fresh(), 0)
+    lighthouse.ask(A, 1, fresh(), 0)
+    quorum = lighthouse.quorums()[-1]
+    at_4 = Position(0, Head(4, quorum.id), level=True, disk_head=Head(4, quorum.id))
+    lighthouse.connect(B, 1, fresh(), 10)
+    lighthouse.event(Resumed(), 20)
+    lighthouse.event(Disconnected(B, 1), 21)
+    lighthouse.connect(B2, 1, at_4, 30)  # b/1 may reconnect
+    lighthouse.ask(B2, 1, at_4, 30)
+    lighthouse.event(ExitSeen(A), 40)
+    lighthouse.connect(A2, 1, fresh(), 50)
+    lighthouse.ask(A2, 1, fresh(), 50)
+    assert lighthouse.quorums()[-1] == quorum
+    lighthouse.event(ExitSeen(B), 60)
+    assert lighthouse.quorums()[-1].base == at_4.head
 
 
 def test_a_heartbeat_is_answered_after_the_revocation() -> None:
