@@ -83,7 +83,8 @@ def _serve_parser() -> argparse.ArgumentParser:
         prog="lighthouse",
         allow_abbrev=False,
         description="Decides which replica groups train together. "
-        "Other commands: `status` (what it knows), `gone` (a process will never come back).",
+        "Other commands: `status` (what it knows), `gone` (a process will never come back). "
+        "Managers of torchft 0.2.0 can use it too, as a job of their own (`torchft`), unless a token is set.",
         epilog=f"Every flag has an environment variable: {PREFIX}MIN_REPLICAS, {PREFIX}BIND, ... {_SECURITY}",
     )
     bind = f"[::]:{DEFAULT_PORT}"

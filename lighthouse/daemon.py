@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -27,7 +28,7 @@ from lighthouse.core.words import (
 from lighthouse.events import EventLog
 from lighthouse.guard import TokenGuard
 from lighthouse.job import Job, Session, Superseded
-from lighthouse.messages import Ask, Beat, Fault
+from lighthouse.messages import Ask, Beat, Fault, Retired
 from lighthouse.pb import lighthouse_pb2 as pb
 from lighthouse.rpc import (
     SERVER_OPTIONS,
@@ -40,6 +41,11 @@ from lighthouse.rpc import (
 from lighthouse.security import TOKEN_VARIABLE, Security
 from lighthouse.status import job_status
 from lighthouse.storage import Storage, StorageError
+from lighthouse.torchft.core import TorchftCore
+from lighthouse.torchft.service import SERVICE as TORCHFT_SERVICE
+from lighthouse.torchft.service import TorchftJob, TorchftService
+from lighthouse.torchft.words import JOB_ID as TORCHFT_JOB
+from lighthouse.torchft.words import TorchftEvent, core_config
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +58,11 @@ STOP_GRACE_S = 0.5
 SETTLE_PAUSE = 2
 """Between two decisions of a job: so many times the CPU time of the last one (0.5 ms with 128 members). When thousands
 connect, deciding on each by itself would leave no time to read the others."""
+
+NOT_OURS = (
+    f"job_id {TORCHFT_JOB!r} is that of torchft's managers, and they cannot train with ours: give another job_id "
+    "(TORCHFT_PLUS_JOB_ID)"
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -104,11 +115,14 @@ class LighthouseDaemon:
             "Status": grpc.unary_unary_rpc_method_handler(self._status),
             "ReportExit": grpc.unary_unary_rpc_method_handler(self._report_exit),
         }
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        hold_ms = 2 * self._config.timeouts.heartbeat_interval_ms
+        torchft = TorchftService(self._torchft_job, self._handle_torchft, hold_ms, self._stopping)
+        own = grpc.method_handlers_generic_handler(SERVICE, handlers)
+        server.add_generic_rpc_handlers((own, torchft.handlers()))
         aio_health: Any = health.aio  # pyright: ignore[reportAttributeAccessIssue]
         health_servicer = aio_health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-        for service in ("", SERVICE):
+        for service in ("", SERVICE, TORCHFT_SERVICE):
             await health_servicer.set(service, health_pb2.HealthCheckResponse.SERVING)
         try:
             if security.tls is None:
@@ -177,11 +191,17 @@ class LighthouseDaemon:
 
     def _handle(self, job: Job, event: Connected | Received | Ponged | Disconnected | ExitSeen) -> None:
         """Give an event to a core, which decides when all has been read that came together with it."""
+        self._let(job, lambda: job.note(event, self._now_ms()))
+
+    def _handle_torchft(self, job: TorchftJob, event: TorchftEvent) -> None:
+        self._let(job, lambda: job.note_torchft(event, self._now_ms()))
+
+    def _let(self, job: Job, note: Callable[[], None]) -> None:
         if self._stopping.done():
             return
         try:
             settling = job.unsettled
-            job.note(event, self._now_ms())
+            note()
             if job.unsettled and not settling:
                 asyncio.get_running_loop().call_later(SETTLE_PAUSE * job.settle_cpu_s, self._settle, job)
         except (Superseded, StorageError) as error:
@@ -205,11 +225,21 @@ class LighthouseDaemon:
         job = self._jobs.get(job_id)
         if job is None:
             record = self._storage.load(job_id)
-            core = QuorumCore(self._config, record, time.time(), self._now_ms())
-            job = Job(job_id, core, self._storage, self._events)
+            now_ms, unix_s = self._now_ms(), time.time()
+            if job_id == TORCHFT_JOB:
+                core = TorchftCore(QuorumCore(core_config(self._config), record, unix_s, now_ms))
+                job = TorchftJob(core, self._storage, self._events)
+            else:
+                core = QuorumCore(self._config, record, unix_s, now_ms)
+                job = Job(job_id, core, self._storage, self._events)
             job.start()
             self._jobs[job_id] = job
             logger.info("[%s] job opened, epoch %d", job_id, core.epoch)
+        return job
+
+    async def _torchft_job(self, context: Context) -> TorchftJob:
+        job = await self._job_or_abort(TORCHFT_JOB, context)
+        assert isinstance(job, TorchftJob)
         return job
 
     async def _job_or_abort(self, job_id: str, context: Context) -> Job:
@@ -224,6 +254,10 @@ class LighthouseDaemon:
 
     async def _session(self, _requests: object, context: Context) -> None:
         opening = await self._opening(context)
+        if opening.job_id == TORCHFT_JOB:
+            logger.warning("%s is turned away: %s", opening.process, NOT_OURS)
+            await context.write(wire.encode_down(Retired(NOT_OURS)))
+            return
         job = await self._job_or_abort(opening.job_id, context)
         key = (opening.process, opening.session)
         if key in job.sessions:

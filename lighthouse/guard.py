@@ -14,7 +14,14 @@ from lighthouse.security import WRONG_TOKEN, Security
 logger = logging.getLogger(__name__)
 
 _HEALTH = "/grpc.health.v1.Health/"
+_TORCHFT = "/torchft."
+TORCHFT_HAS_NO_TOKEN = (
+    "this Lighthouse wants a token, and torchft's managers can send none: give them a Lighthouse of their own without one, "
+    "in a network that nobody else reaches, or train with torchft_plus"
+)
 _MAX_TOLD = 256
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):
@@ -25,7 +32,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):
 
     def __init__(self, security: Security) -> None:
         self._security = security
-        self._told: set[str] = set()
+        self._told: set[tuple[str, str]] = set()
 
     async def intercept_service(
         self,
@@ -37,11 +44,18 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         metadata = dict(details.invocation_metadata or ())
         if details.method.startswith(_HEALTH) or self._security.authorizes(metadata.get("authorization")):
             return await continuation(handler_call_details)
-        return grpc.unary_unary_rpc_method_handler(self._refuse)
+        theirs = details.method.startswith(_TORCHFT)
+        return grpc.unary_unary_rpc_method_handler(self._refuse_torchft if theirs else self._refuse_caller)
 
-    async def _refuse(self, _request: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        host = context.peer().rpartition(":")[0]
-        if host not in self._told and len(self._told) < _MAX_TOLD:
-            self._told.add(host)
-            logger.warning("callers from %s are refused: %s", host, WRONG_TOKEN)
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, WRONG_TOKEN)
+    async def _refuse_caller(self, _request: object, context: Context) -> None:
+        await self._refuse(context, WRONG_TOKEN)
+
+    async def _refuse_torchft(self, _request: object, context: Context) -> None:
+        await self._refuse(context, TORCHFT_HAS_NO_TOKEN)
+
+    async def _refuse(self, context: Context, reason: str) -> None:
+        caller = (context.peer().rpartition(":")[0], reason)
+        if caller not in self._told and len(self._told) < _MAX_TOLD:
+            self._told.add(caller)
+            logger.warning("callers from %s are refused: %s", *caller)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)

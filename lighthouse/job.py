@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Protocol
 
 from lighthouse import wire
-from lighthouse.core.quorum_core import QuorumCore
-from lighthouse.core.words import Close, Effect, Event, Note, Send, SendPing, Store
+from lighthouse.core.words import Close, Effect, Event, JobView, Note, Send, SendPing, Store
 from lighthouse.events import EventLog
 from lighthouse.messages import Down, Process
 from lighthouse.storage import Storage
@@ -17,6 +17,48 @@ logger = logging.getLogger(__name__)
 MAX_OUTBOX = 4096
 BEAT_ANSWER = wire.encode_down(wire.BeatAnswer())
 PING = wire.encode_down(wire.Ping())
+
+
+class Core(Protocol):
+    """What a job needs of its core: ``QuorumCore``, or one around it that speaks another language."""
+
+    @property
+    def epoch(self) -> int:
+        """See QuorumCore."""
+        ...
+
+    @property
+    def stored_epoch(self) -> int | None:
+        """See QuorumCore."""
+        ...
+
+    def start(self) -> list[Effect]:
+        """See QuorumCore."""
+        ...
+
+    def handle(self, event: Event, now_ms: int) -> list[Effect]:
+        """See QuorumCore."""
+        ...
+
+    def note(self, event: Event, now_ms: int) -> bool:
+        """See QuorumCore."""
+        ...
+
+    def tick(self, now_ms: int) -> list[Effect]:
+        """See QuorumCore."""
+        ...
+
+    def deadline(self) -> int | None:
+        """See QuorumCore."""
+        ...
+
+    def view(self, now_ms: int) -> JobView:
+        """See QuorumCore."""
+        ...
+
+    def knows(self, process: Process) -> bool:
+        """See QuorumCore."""
+        ...
 
 
 class Superseded(RuntimeError):
@@ -53,7 +95,7 @@ class Session:
 class Job:
     """Gives events to the core of one job and carries out what it decides, in order."""
 
-    def __init__(self, job_id: str, core: QuorumCore, storage: Storage, events: EventLog) -> None:
+    def __init__(self, job_id: str, core: Core, storage: Storage, events: EventLog) -> None:
         self.job_id = job_id
         self.core = core
         self.sessions: dict[tuple[Process, int], Session] = {}
@@ -68,11 +110,11 @@ class Job:
 
     def start(self) -> None:
         """Claim the epoch; raises Superseded, StorageError."""
-        self._carry_out(self.core.start())
+        self.carry_out(self.core.start())
 
     def handle(self, event: Event, now_ms: int) -> None:
         """Take an event and decide; raises Superseded, StorageError."""
-        self._carry_out(self.core.handle(event, now_ms))
+        self.carry_out(self.core.handle(event, now_ms))
 
     def note(self, event: Event, now_ms: int) -> None:
         """Take an event; what came together is decided together, by ``settle``."""
@@ -93,7 +135,7 @@ class Job:
     def settle(self, now_ms: int) -> None:
         """Decide on what was noted; raises Superseded, StorageError."""
         self.unsettled = False
-        self._carry_out(self.core.tick(now_ms))
+        self.carry_out(self.core.tick(now_ms))
         for session in self._unanswered:
             session.put(BEAT_ANSWER)
         self._unanswered.clear()
@@ -102,7 +144,7 @@ class Job:
         """Let time pass, if something is due; raises Superseded, StorageError."""
         deadline_ms = self.core.deadline()
         if deadline_ms is not None and deadline_ms <= now_ms:
-            self._carry_out(self.core.tick(now_ms))
+            self.carry_out(self.core.tick(now_ms))
 
     def check_owner(self) -> None:
         """Notice a newer Lighthouse; raises Superseded, StorageError.
@@ -113,7 +155,8 @@ class Job:
         if self._storage.epoch(self.job_id) != self.core.stored_epoch:
             raise self._superseded()
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def carry_out(self, effects: list[Effect]) -> None:
+        """Do what the core decided, in order; raises Superseded, StorageError."""
         for effect in effects:
             match effect:
                 case Store():

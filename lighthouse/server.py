@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 from lighthouse.core.words import CoreConfig
@@ -54,10 +55,8 @@ class LighthouseServer:
     ) -> None:
         timeouts = Timeouts(timeout_ms, heartbeat_override_ms=heartbeat_timeout_ms)
         given = {"join_timeout_ms": join_timeout_ms, "restart_timeout_ms": restart_timeout_ms}
-        config = CoreConfig(
-            min_replicas=min_replicas,
-            expected_replicas=expected_replicas,
-            timeouts=timeouts,
+        config = replace(
+            CoreConfig(min_replicas, expected_replicas, timeouts=timeouts),
             **{name: value for name, value in given.items() if value is not None},
         )
         self._bind = bind

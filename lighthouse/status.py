@@ -5,6 +5,7 @@ from __future__ import annotations
 from lighthouse import wire
 from lighthouse.core.words import JobView, PeerView
 from lighthouse.pb import lighthouse_pb2 as pb
+from lighthouse.torchft.words import JOB_ID as TORCHFT_JOB
 
 
 def job_status(job_id: str, view: JobView) -> pb.JobStatus:
@@ -38,7 +39,9 @@ def describe(reply: pb.StatusReply) -> str:
 
 
 def _describe_job(job: pb.JobStatus) -> list[str]:
-    lines = [f"job {job.job_id}, epoch {job.epoch}"]
+    theirs = job.job_id == TORCHFT_JOB
+    speech = " (torchft's managers: they ask at every step)" if theirs else ""
+    lines = [f"job {job.job_id}{speech}, epoch {job.epoch}"]
     if job.HasField("quorum"):
         names = ", ".join(m.process.replica_id for m in job.quorum.members)
         lines.append(f"  quorum {job.quorum.id}: {names}; base step {job.quorum.base.step}")
@@ -50,7 +53,10 @@ def _describe_job(job: pb.JobStatus) -> list[str]:
     if job.waiting:
         lines.append(f"  waiting {job.waiting}")
     for peer in job.peers:
-        place = f"{peer.process.replica_id}/{peer.process.incarnation[:6]} at {peer.address}"
+        name = (
+            peer.process.replica_id if theirs else f"{peer.process.replica_id}/{peer.process.incarnation[:6]}"
+        )
+        place = f"{name} at {peer.address}"
         progress = f"step {peer.position.head.step}, {peer.position.progress.phase or 'no phase'}"
         asked = ", has asked" if peer.asked else ""
         lines.append(f"  {peer.state:9} {place}: {progress}, heard {peer.silent_ms} ms ago{asked}")

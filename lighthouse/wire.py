@@ -121,9 +121,9 @@ def decode_up(data: bytes) -> SessionUp:
         case "beat":
             return Beat(_progress_in(up.beat.progress, "beat.progress"), up.beat.quiet)
         case "fault":
-            peer = _name(up.fault.peer, "fault.peer") if up.fault.peer else None
+            peer = name_in(up.fault.peer, "fault.peer") if up.fault.peer else None
             return Fault(
-                _number(up.fault.quorum_id, "fault.quorum_id"), peer, _text(up.fault.reason, "fault.reason")
+                number_in(up.fault.quorum_id, "fault.quorum_id"), peer, _text(up.fault.reason, "fault.reason")
             )
         case "pong":
             return Pong()
@@ -163,7 +163,7 @@ def decode_down(data: bytes) -> SessionDown:
     down = _parse(pb.SessionDown, data)
     match down.WhichOneof("body"):
         case "revoke":
-            quorum_id = _number(down.revoke.quorum_id, "revoke.quorum_id", least=1)
+            quorum_id = number_in(down.revoke.quorum_id, "revoke.quorum_id", least=1)
             return Revoke(quorum_id, down.revoke.now, _text(down.revoke.reason, "revoke.reason"))
         case "form":
             if not down.form.HasField("quorum"):
@@ -214,7 +214,7 @@ def quorum_in(quorum: pb.Quorum, field: str = "quorum") -> Quorum:
     if len({m.process.replica_id for m in members}) != len(members):
         raise WireError(f"{field}.members names a replica_id twice: every member needs its own")
     return Quorum(
-        _number(quorum.id, f"{field}.id", least=1),
+        number_in(quorum.id, f"{field}.id", least=1),
         members,
         _head_in(quorum.base, f"{field}.base"),
         quorum.reload,
@@ -236,13 +236,13 @@ def process_in(process: pb.Process, field: str = "process", *, any_incarnation: 
     """Process from protobuf, checked; ``any_incarnation``: it may be empty. Raises WireError."""
     incarnation = process.incarnation
     if incarnation or not any_incarnation:
-        incarnation = _name(incarnation, f"{field}.incarnation")
-    return Process(_name(process.replica_id, f"{field}.replica_id"), incarnation)
+        incarnation = name_in(incarnation, f"{field}.incarnation")
+    return Process(name_in(process.replica_id, f"{field}.replica_id"), incarnation)
 
 
 def job_id_in(job_id: str) -> str:
     """Check a job_id; raises WireError."""
-    return _name(job_id, "job_id")
+    return name_in(job_id, "job_id")
 
 
 def shorten(text: str) -> str:
@@ -305,7 +305,7 @@ def _open_in(message: pb.Open) -> Open:
     return Open(
         job_id_in(message.job_id),
         process_in(message.process),
-        _number(message.session, "open.session"),
+        number_in(message.session, "open.session"),
         Hello(
             _position_in(hello, "hello"),
             _address(hello.address, "hello.address"),
@@ -319,14 +319,16 @@ def _head_in(head: pb.Head, field: str) -> Head:
     digest = head.digest
     if len(digest) > MAX_NAME_CHARS:
         raise WireError(f"{field}.digest has {len(digest)} characters, more than {MAX_NAME_CHARS}")
-    return Head(_number(head.step, f"{field}.step"), _number(head.quorum_id, f"{field}.quorum_id"), digest)
+    return Head(
+        number_in(head.step, f"{field}.step"), number_in(head.quorum_id, f"{field}.quorum_id"), digest
+    )
 
 
 def _progress_in(progress: pb.Progress, field: str) -> Progress:
     if len(progress.phase) > MAX_NAME_CHARS:
         raise WireError(f"{field}.phase has {len(progress.phase)} characters, more than {MAX_NAME_CHARS}")
-    counter = _number(progress.counter, f"{field}.counter")
-    return Progress(_number(progress.step, f"{field}.step"), progress.phase, counter)
+    counter = number_in(progress.counter, f"{field}.counter")
+    return Progress(number_in(progress.step, f"{field}.step"), progress.phase, counter)
 
 
 def _position_in(holder: pb.Hello | pb.Ask, field: str) -> Position:
@@ -336,14 +338,14 @@ def _position_in(holder: pb.Hello | pb.Ask, field: str) -> Position:
     voted = None
     if position.HasField("voted"):
         voted = Vote(
-            _number(position.voted.step, f"{field}.voted.step", least=1),
-            _number(position.voted.quorum_id, f"{field}.voted.quorum_id", least=1),
+            number_in(position.voted.step, f"{field}.voted.step", least=1),
+            number_in(position.voted.quorum_id, f"{field}.voted.quorum_id", least=1),
         )
     disk_head = None
     if position.HasField("disk_head"):
         disk_head = _head_in(position.disk_head, f"{field}.disk_head")
     return Position(
-        _number(position.floor, f"{field}.floor"),
+        number_in(position.floor, f"{field}.floor"),
         _head_in(position.head, f"{field}.head"),
         voted,
         position.level,
@@ -352,13 +354,15 @@ def _position_in(holder: pb.Hello | pb.Ask, field: str) -> Position:
     )
 
 
-def _number(value: int, field: str, least: int = 0) -> int:
+def number_in(value: int, field: str, least: int = 0) -> int:
+    """Check a number; raises WireError."""
     if not least <= value <= MAX_NUMBER:
         raise WireError(f"{field} is {value}: give {least} to 2^63 - 1")
     return value
 
 
-def _name(value: str, field: str) -> str:
+def name_in(value: str, field: str) -> str:
+    """Check a name; raises WireError."""
     if not 0 < len(value) <= MAX_NAME_CHARS or _NAME.fullmatch(value) is None:
         raise WireError(
             f"{field} is {value[:40]!r}: give 1 to {MAX_NAME_CHARS} characters without control characters"
@@ -366,10 +370,15 @@ def _name(value: str, field: str) -> str:
     return value
 
 
-def _address(value: str, field: str) -> str:
+def is_address(value: str) -> bool:
+    """True for host:port, whatever the host looks like."""
     host, colon, port = value.rpartition(":")
     sane = 0 < len(value) <= MAX_ADDRESS_CHARS and _NAME.fullmatch(value) is not None
-    if not (sane and colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+    return bool(sane and colon and host and port.isascii() and port.isdigit() and 0 < int(port) < 65536)
+
+
+def _address(value: str, field: str) -> str:
+    if not is_address(value):
         raise WireError(f"{field} is {value[:60]!r}: give host:port")
     return value
 

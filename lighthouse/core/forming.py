@@ -83,7 +83,7 @@ def _first(view: View, roster: Roster, asks: list[Peer]) -> Plan | Wait:
         missing = f"for {config.expected_replicas} replicas (expected_replicas), {len(stayers)} have asked"
     else:
         silent = [p.replica_id for p in roster.peers.values() if p.connected and p.ask is None]
-        complete = config.min_replicas >= 2 and not silent
+        complete = (config.min_replicas >= 2 or config.alone_at_once) and not silent
         missing = f"for {', '.join(silent) or 'more replicas'}, {len(stayers)} have asked"
     if not complete and not _join_timeout_over(view, roster):
         return Wait(f"{missing}; at most until join_timeout_ms ({config.join_timeout_ms})")
@@ -206,6 +206,8 @@ def _may_still_hold(
 ) -> str | None:
     """Why this member of the last quorum may still hold the state; None if it certainly does not."""
     if process in roster.gone or peer is None:
+        return None
+    if config.lost_is_gone and (peer.lost is not None or peer.overdue):
         return None
     if roster.counts(peer):
         holds_it = base is not None and _holds(peer, base)

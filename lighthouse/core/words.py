@@ -31,6 +31,11 @@ class CoreConfig:
     """The same after a start or a pause of the Lighthouse: longer than the largest backoff of a client."""
     boundary_grace_ms: int = 200
     """From the first ask of a member at a step boundary to the revocation of those who missed the boundary."""
+    alone_at_once: bool = False
+    """With ``min_replicas`` 1, too, the first quorum forms when all who are there have asked."""
+    lost_is_gone: bool = False
+    """Whoever is lost or overdue is not waited for, though it may hold the only state: the members answer for their
+    states themselves, and P1 and P2 are not promised to them."""
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
