@@ -78,7 +78,7 @@ def _fit(settings: Settings) -> Settings:
     if settings.profile == "joiners":
         # Deaths around the votes of quorums in which somebody is still without the state.
         slow = replace(settings, equal_start=False, transfer_ms=(300, 1_500), min_replicas=1)
-        slow = replace(slow, slow_message_chance=0.0, only_deaths=True)
+        slow = replace(slow, slow_message_chance=0.0)
         return replace(
             slow, groups=min(settings.groups, 3), aimed_chance=0.9, moments=("vote", "block", "commit")
         )
