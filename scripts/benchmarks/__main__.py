@@ -3,6 +3,8 @@
     scripts/bench overhead     step time with nobody failing, as a ratio to plain DDP over gloo
     scripts/bench recovery     what a SIGKILL of one of three replica groups costs the others
     scripts/bench compression  bytes, time and error of a sync in fp32, bf16, int8 and fp8
+    scripts/bench convergence  loss after the same tokens: data-parallel and DiLoCo, undisturbed and with kills
+    scripts/bench windows      inner steps that a survivor loses when one of two DiLoCo groups dies in a sync
     scripts/bench lighthouse   what 16 to 4,096 replica groups cost a Lighthouse, and how fast it answers them
     scripts/bench state        transfer of 64 MB to 2 GB to a group that joins, and what the others feel of it
 
@@ -21,6 +23,7 @@ from typing import Any
 
 from benchmarks import (
     compression,
+    convergence,
     lighthouse_load,
     overhead,
     recovery,
@@ -29,6 +32,7 @@ from benchmarks import (
     state_faults,
     state_transfer,
     torchft_environment,
+    windows,
 )
 from benchmarks.children import ROOT, ChildFailed
 
@@ -92,6 +96,25 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     part.add_argument("--width", type=int, default=384, help="of the model (default 384)")
     part.add_argument("--layers", type=int, default=3, help="of the model (default 3)")
     part.set_defaults(systems=[])
+    part = commands.add_parser(
+        "windows", parents=[common], help="what a death in a DiLoCo sync costs the other"
+    )
+    part.add_argument("--kills", type=int, default=3, help="of each system (default 3)")
+    part = commands.add_parser("convergence", parents=[alone], help="loss with and without kills, per token")
+    part.set_defaults(systems=[])
+    part.add_argument("--seed", type=int, default=1, help="the first one (default 1)")
+    part.add_argument("--seeds", type=int, default=3, help="how many (default 3)")
+    modes = list(convergence.MODES)
+    part.add_argument("--modes", nargs="+", choices=modes, default=modes, help="default: all")
+    budget = convergence.BATCHES
+    part.add_argument(
+        "--batches", type=int, default=budget, help=f"of all groups together (default {budget})"
+    )
+    part.add_argument(
+        "--step-s", type=float, default=convergence.STEP_S, help="least time of a step, seconds"
+    )
+    part.add_argument("--kill-every", type=float, default=12.0, help="seconds between kills (default 12)")
+    part.add_argument("--quick", action="store_true", help="one seed and a twentieth of the tokens")
     return parser.parse_args(arguments)
 
 
@@ -102,8 +125,10 @@ def main(arguments: list[str]) -> int:
         "overhead": overhead,
         "recovery": recovery,
         "compression": compression,
+        "convergence": convergence,
         "lighthouse": lighthouse_load,
         "state": state,
+        "windows": windows,
     }
     bench: Any = benches[options.command]
     options.scratch = tempfile.mkdtemp(prefix=f"bench-{options.command}-")

@@ -43,10 +43,10 @@ class Membership:
     job_id: str = "bench"
 
 
-def torchft_plus_system(member: Membership, module: nn.Module) -> System:
-    """This repository, at its defaults; ``module`` is what a replica that joins is healed with, and its optimizer."""
+def torchft_plus_manager(member: Membership) -> Any:
+    """This repository's manager, at its defaults."""
     plus = importlib.import_module("torchft_plus")
-    manager = plus.Manager(
+    return plus.Manager(
         pg=plus.ProcessGroupGloo(),
         min_replica_size=member.min_replicas,
         rank=0,
@@ -55,6 +55,12 @@ def torchft_plus_system(member: Membership, module: nn.Module) -> System:
         replica_id=member.replica_id,
         job_id=member.job_id,
     )
+
+
+def torchft_plus_system(member: Membership, module: nn.Module) -> System:
+    """This repository, at its defaults; ``module`` is what a replica that joins is healed with, and its optimizer."""
+    plus = importlib.import_module("torchft_plus")
+    manager = torchft_plus_manager(member)
     manager.state.register_module("model", module)
     return System(manager, plus.DistributedDataParallel, plus.Optimizer)
 

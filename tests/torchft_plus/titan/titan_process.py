@@ -134,12 +134,19 @@ def die_in_step(trainer: Any, step: int) -> None:
     trainer.forward_backward_step = forward_backward_step
 
 
+def local_parameters(part: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """By name; of a DTensor the local shard."""
+    return {
+        name: (parameter.to_local() if hasattr(parameter, "to_local") else parameter).detach()
+        for name, parameter in part.named_parameters()
+    }
+
+
 def digest(parts: list[torch.nn.Module]) -> str:
     state = hashlib.sha256()
     for part in parts:
-        for name, parameter in part.named_parameters():
-            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-            state.update(name.encode() + local.detach().numpy().tobytes())
+        for name, local in local_parameters(part).items():
+            state.update(name.encode() + local.numpy().tobytes())
     return state.hexdigest()
 
 
@@ -156,7 +163,7 @@ def write_result_at_close(trainer: Any, path: Path) -> None:
         }
         path.write_text(json.dumps(result))
         if os.environ.get("TITAN_SAVE"):
-            torch.save(dict(self.model_parts[0].named_parameters()), path.with_suffix(".pt"))
+            torch.save(local_parameters(self.model_parts[0]), path.with_suffix(".pt"))
         close(self)
 
     trainer.close = write_and_close
