@@ -137,5 +137,4 @@ NOTES = [
     f"two groups of one process, DiLoCo with sync_every = {SYNC_EVERY}, each system's own class and defaults. The victim is"
     f" killed when it is to send its pseudo-gradient of sync {DIE_AT}, and does not come back.",
     f"inner steps lost: those that the survivor took until {AFTER} syncs later, minus {SYNC_EVERY} for each sync.",
-    "stall: its longest time from one inner step to the next, minus a normal one; the start of the run counts, too.",
 ]

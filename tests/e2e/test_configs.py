@@ -45,6 +45,18 @@ def test_a_shipped_run_survives_its_kill(config: str, steps: int, assets: Path, 
     assert [failure["healed"] for failure in summary["failures"]] == [True]
 
 
+@pytest.mark.long
+def test_diloco_survives_its_kills(assets: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    command = launch("llama3_debug_cpu_diloco.toml", assets, folder, "--training.steps", "400")
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=390)
+    assert ended.returncode == 0, ended.stdout[-6000:] + ended.stderr[-3000:]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["steps"], summary["steps_per_commit"], summary["lost_steps"]) == (20, 20, [])
+    assert summary["digests"]["compared"] >= 19 and summary["digests"]["unequal"] == 0
+    assert "Inner steps lost by survivors: 0." in ended.stdout
+
+
 def test_ctrl_c_leaves_nothing_behind(assets: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     run = subprocess.Popen(

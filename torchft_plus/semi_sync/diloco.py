@@ -137,6 +137,8 @@ class DiLoCo:
     def _after_inner_step(self, *arguments: Any) -> None:
         del arguments
         self._loop.inner_step_done()
+        if self._loop.spoilt:
+            self._inner_optimizer.state.clear()
 
     @property
     def inner_steps(self) -> int:

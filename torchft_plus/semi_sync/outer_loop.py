@@ -144,8 +144,9 @@ class OuterLoop:
 
     @property
     def spoilt(self) -> bool:
-        """The last sync dropped what this group had trained, because it was not finite; its inner optimizer is not either."""
-        return self._spoilt
+        """The last inner step ended in a sync that dropped what this group had trained, because it was not finite; what its
+        inner optimizer remembers is not finite either."""
+        return self._spoilt and self._inner_steps == 0
 
     def open(self) -> None:
         """Enter the run: blocks for the first quorum and, if others are ahead, until their state is here."""
@@ -215,6 +216,7 @@ class OuterLoop:
         self, scalars: Callable[[], Mapping[str, float]] | None, positions: Mapping[str, int] | None
     ) -> StepOutcome:
         turn = self._turn()
+        self._spoilt = False
         outcome = self._manager.finish_step(None if scalars is None else scalars(), positions)
         if not outcome.refused:
             self._conclude(turn, outcome)

@@ -24,6 +24,14 @@ def test_at_step_fires_once_when_anybody_commits_it() -> None:
     assert schedule.tick(99.0, ALL) == []
 
 
+def test_at_step_counts_inner_steps_where_commits_are_syncs() -> None:
+    schedule = ChaosSchedule([Chaos(at_step=41, kill="replica_1")], 0.0, steps_per_commit=20)
+    schedule.feed(commit(2), 2.0)
+    assert schedule.tick(2.0, ALL) == []
+    schedule.feed(commit(3), 3.0)
+    assert schedule.tick(3.0, ALL) == [Injection("kill", "replica_1", None, 3)]
+
+
 def test_two_entries_of_one_step_fire_together() -> None:
     entries = [Chaos(at_step=3, kill="lighthouse"), Chaos(at_step=3, kill="replica_0.1")]
     schedule = ChaosSchedule(entries, 0.0)

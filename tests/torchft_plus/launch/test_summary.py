@@ -93,6 +93,22 @@ def test_the_time_line_of_a_kill() -> None:
     assert summary.as_json()["failures"][0]["healed"] is True
 
 
+def test_in_a_run_with_windows_the_words_are_about_syncs() -> None:
+    end = End(True, "all groups have ended")
+    events = [*KILLED, commit("replica_0.0", 9.0, 9, 3, contributed=False, contributors=1)]
+    summary = summarise(events, end, steps_wanted=9, digests_expected=False, steps_per_commit=20)
+    assert summary.lost_steps == [("replica_0", 9, "its window did not count")]
+    assert summary.exit_code == 4
+    text = "\n".join(summary_lines(summary))
+    assert "9 of 9 syncs committed (180 inner steps)" in text
+    assert "replica_1 killed after sync 3" in text and "sync 4, reduced again" in text
+    assert "longest gap between syncs: 1.400 s; a normal window takes 1.000 s" in text
+    assert "Inner steps lost by survivors: 20." in text
+    assert "step 4" not in text
+    without = summarise(KILLED, end, steps_wanted=8, digests_expected=False, steps_per_commit=20)
+    assert (without.lost_steps, without.exit_code) == ([], 0), "a joiner's first window is not lost"
+
+
 def test_the_order_in_which_logs_are_read_does_not_matter() -> None:
     assert judge(list(reversed(KILLED))).as_json() == judge(KILLED).as_json()
 

@@ -83,6 +83,15 @@ def test_one_line_a_replica_on_a_terminal_and_in_a_log(terminal: bool) -> None:
     assert ("\x1b[" in text) == terminal
 
 
+def test_syncs_are_shown_as_the_steps_between_them() -> None:
+    output = io.StringIO()
+    with View(Console(file=output, width=160), steps=400, steps_per_commit=20) as view:
+        view.refresh(progress())
+        view.see(Event("replica_1", 0, 1.0, "level", fields={"step": 7}))
+    assert "replica_0 training step 140 loss" in output.getvalue()
+    assert "replica_1 is level again at sync 7" in output.getvalue()
+
+
 def test_markup_in_a_message_is_shown_and_not_obeyed() -> None:
     output = io.StringIO()
     with View(Console(file=output, width=120), steps=None) as view:

@@ -190,6 +190,24 @@ def test_parameters_that_are_not_finite_leave_no_trace(make_manager: MakeManager
         assert model.weight.item() == 9.0
 
 
+def test_what_is_not_finite_in_one_fragment_does_not_come_back_by_another(make_manager: MakeManager) -> None:
+    """A forward reads all fragments, and moments of the inner optimizer remember: all of them start afresh."""
+    model = nn.ModuleList([Scalar(10.0), Scalar(20.0)])
+    one, two = model[0], model[1]
+    assert isinstance(one, Scalar) and isinstance(two, Scalar)
+    inner = sgd(model, 1.0, momentum=0.5)
+    with DiLoCo(make_manager(), [one, two], inner, [sgd(one, 0.5), sgd(two, 0.5)], sync_every=4):
+        for bad in (True, False, False, False, False, False, False, False):
+            for parameter in (one.weight, two.weight):
+                parameter.grad = one.weight.detach() * two.weight.detach() * 0 + 1
+            if bad:
+                two.weight.grad = torch.full_like(two.weight, float("nan"))
+                one.weight.grad = two.weight.grad.clone()
+            inner.step()
+        assert torch.isfinite(one.weight).all() and torch.isfinite(two.weight).all()
+        assert one.weight.item() < 10.0, "it trains on"
+
+
 def test_a_checkpoint_brings_back_global_copy_and_momentum(make_manager: MakeManager) -> None:
     def run(model: Scalar, syncs: int, saved: dict[str, object] | None) -> dict[str, object]:
         inner, outer = sgd(model, 1.0), sgd(model, 0.5, momentum=0.9, nesterov=True)
