@@ -76,6 +76,10 @@ class Cluster:
             **more,
         }
 
+    def words(self) -> list[str]:
+        """What ``python`` runs in each rank."""
+        return [str(self.script)]
+
     def start_lighthouse(self) -> None:
         command = [
             *self._enter("lighthouse"), sys.executable, "-m", "lighthouse",
@@ -115,7 +119,7 @@ class Cluster:
                 **self.trainer, **trainer_settings(trainer), **(security or self.security).environment(),
             )  # fmt: skip
             with (self.folder / f"{replica}.{rank}.log").open("ab") as log:
-                command = [*self._enter(replica), sys.executable, str(self.script)]
+                command = [*self._enter(replica), sys.executable, *self.words()]
                 self.processes[replica].append(
                     subprocess.Popen(command, env=environment, stdout=log, stderr=log)
                 )

@@ -48,6 +48,8 @@ class LaneBuilder:
         self._lane: Lane | None = None
         self._wanted = 0
         self._fenced = 0
+        self._failed = 0
+        """The last quorum whose lane could not be built."""
         self._threads: list[threading.Thread] = []
 
     def configure(self, word: pb.WordConfigure) -> None:
@@ -71,6 +73,7 @@ class LaneBuilder:
             lane = self._lane
         if lane is not None and lane.spec.quorum_id <= quorum_id:
             lane.abort(reason)
+        self._wake()
 
     def current(self) -> Lane | None:
         """The lane of the newest quorum, if it is built and not given up."""
@@ -78,6 +81,12 @@ class LaneBuilder:
             lane = self._lane
             usable = lane is not None and lane.spec.quorum_id > self._fenced and lane.error is None
             return lane if usable else None
+
+    def is_building(self, quorum_id: int) -> bool:
+        """The lane of this quorum is not there yet, and may still come."""
+        with self._lock:
+            wanted = quorum_id == self._wanted and quorum_id > self._fenced
+            return wanted and self._lane is None and quorum_id != self._failed
 
     def close(self) -> None:
         """Retire the lane, and wait for builders up to their deadline."""
@@ -108,6 +117,8 @@ class LaneBuilder:
             failure = f"store at {word.store_address}: {error}"
         if failure:
             logger.warning("lane of quorum %d was not built: %s", word.quorum_id, failure)
+            with self._lock:
+                self._failed = word.quorum_id
         self._report(pb.RankConfigured(quorum_id=word.quorum_id, failure=failure, peer_rank=peer_rank))
         self._wake()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed import ReduceOp, Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 from lighthouse.events import EventLog
 from lighthouse.messages import Head, Progress
@@ -24,13 +24,13 @@ from torchft_plus.manager.fetcher import Fetcher
 from torchft_plus.manager.lanes import LaneBuilder
 from torchft_plus.manager.mailbox import Mailbox
 from torchft_plus.manager.outcome import Left, ManagerError, StepOutcome, StepPlan
-from torchft_plus.manager.settings import Settings
+from torchft_plus.manager.settings import Settings, SettingsError
 from torchft_plus.manager.step_loop import StepLoop
+from torchft_plus.manager.torchft_names import TorchftNames, WorldSizeMode, timeout_of
 from torchft_plus.manager.transport import join_address, split_address
 from torchft_plus.pb import peer_pb2 as pb
 from torchft_plus.process_group.wrappers import ProcessGroup
-from torchft_plus.reduce.codec import Int8Codec
-from torchft_plus.reduce.recorded import RecordedOperations, RecordedWork
+from torchft_plus.reduce.recorded import RecordedOperations
 from torchft_plus.reduce.reduction import AttachedReduction
 from torchft_plus.state.catch_up import CatchUp
 from torchft_plus.state.errors import StateError
@@ -43,7 +43,7 @@ DEFAULT_CATCH_UP_STEPS = 64
 VALUES_SLICE_MS = 50
 
 
-class Manager:
+class Manager(TorchftNames):
     """Runs one rank of a replica group through steps that commit in a quorum.
 
     The names are torchft's where it has them. One step is::
@@ -64,11 +64,19 @@ class Manager:
         min_replica_size: fewest replica groups that may train.
         use_async_quorum: accepted for torchft's sake; a running quorum is never asked again, so there is nothing to wait for.
         timeout: the one knob: how long a healthy group may keep the others waiting. Default 60 s.
+            ``TORCHFT_TIMEOUT_SEC`` goes before it.
+        quorum_timeout, connect_timeout, heartbeat_interval, quorum_retries: accepted for torchft's sake; all follows from
+            ``timeout``.
         rank, world_size: inside the group; default ``RANK`` and ``WORLD_SIZE``.
+        world_size_mode: only ``DYNAMIC``.
         store_addr, store_port: the group's store; default ``MASTER_ADDR`` and ``MASTER_PORT``.
         lighthouse_addr: "host:port"; default ``TORCHFT_LIGHTHOUSE``.
         replica_id: stable name of this group; default ``REPLICA_ID``, else a random one.
+        port: accepted for torchft's sake; free ports are taken.
         hostname: address to bind and to advertise; default the interface that leads to the Lighthouse.
+        checkpoint_transport: accepted for torchft's sake; state goes over the Manager's own server.
+        init_sync: accepted for torchft's sake; groups that begin with equal state copy nothing, others do.
+        max_retries: so many steps in a row may be refused before ``should_commit`` raises.
         job_id: several jobs may share a Lighthouse.
         outage_limit: how long training goes on without a word from the Lighthouse. Default 1 h.
         catch_up_max_steps: how many steps a joiner may record while it fetches.
@@ -86,16 +94,25 @@ class Manager:
         load_state_dict: Callable[[Any], None] | None = None,
         state_dict: Callable[[], Any] | None = None,
         min_replica_size: int = 1,
-        *,
         use_async_quorum: bool = True,
         timeout: timedelta | None = None,
+        quorum_timeout: timedelta | None = None,
+        connect_timeout: timedelta | None = None,
         rank: int | None = None,
         world_size: int | None = None,
+        world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC,
         store_addr: str | None = None,
         store_port: int | None = None,
         lighthouse_addr: str | None = None,
         replica_id: str | None = None,
+        port: int | None = None,
         hostname: str | None = None,
+        heartbeat_interval: timedelta | None = None,
+        checkpoint_transport: object = None,
+        init_sync: bool = True,
+        max_retries: int | None = None,
+        quorum_retries: int = 0,
+        *,
         job_id: str | None = None,
         outage_limit: timedelta | None = None,
         catch_up_max_steps: int = DEFAULT_CATCH_UP_STEPS,
@@ -103,7 +120,14 @@ class Manager:
         handle_sigterm: bool = True,
         security: Security | None = None,
     ) -> None:
-        del use_async_quorum
+        super().__init__()
+        del use_async_quorum, quorum_timeout, connect_timeout, port, heartbeat_interval
+        del checkpoint_transport, init_sync, quorum_retries
+        if world_size_mode is not WorldSizeMode.DYNAMIC:
+            raise SettingsError(
+                f"world_size_mode is {world_size_mode.name}: only DYNAMIC is offered; for spare processes that take over "
+                "see launch.spares in docs/configuration.md"
+            )
         settings = Settings.resolve(
             min_replica_size=min_replica_size,
             replica_id=replica_id,
@@ -114,7 +138,7 @@ class Manager:
             store_host=store_addr,
             store_port=store_port,
             bind_host=hostname,
-            timeout_ms=_to_ms(timeout),
+            timeout_ms=_to_ms(timeout_of(timeout)),
             outage_limit_ms=_to_ms(outage_limit),
             security=security,
         )
@@ -128,7 +152,8 @@ class Manager:
         self._last: StepOutcome | None = None
         self._early: StepOutcome | None = None
         """How the running step ended, if its backward finished it."""
-        self._commits = self._refusals = 0
+        self._batches = self._refusals = 0
+        self._max_retries = max_retries
         self._weight = 1.0
         self._positions: dict[str, int] = {}
         self._recording = False
@@ -150,7 +175,7 @@ class Manager:
         """Everything that a joiner must receive."""
         self.state.register_values("torchft_plus", self._get_values, self._set_values)
         if state_dict is not None and load_state_dict is not None:
-            self.state.register_state_dict("user", state_dict, load_state_dict)
+            self.set_state_dict_fns(load_state_dict, state_dict)
         timeouts = settings.timeouts
         self._mailbox = Mailbox()
         self._server = StateServer(
@@ -269,6 +294,8 @@ class Manager:
             self._leave()
         if not self._started:
             self._first_start()
+        if self._loop.quorum is None:
+            self._loop.wait_first_quorum(self._first_quorum_timeout_s)
         elif self._in_step:
             self._loop.start_over()
         else:
@@ -305,13 +332,13 @@ class Manager:
         if outcome.refused:
             self._refusals += 1
             return outcome
-        self._commits += 1
         if outcome.behind:
             # Plain values of the base come before anything is recorded; they never come again.
             self._recording = self._take_values()
             if outcome.skipped and self._recording:
                 self._record([])
         self._positions.update(outcome.positions)
+        self._batches += outcome.contributors
         return outcome
 
     def record_or_step(self, optimizers: list[torch.optim.Optimizer], step: Callable[[], Any]) -> Any:
@@ -322,85 +349,7 @@ class Manager:
             self._record(optimizers)
         return None
 
-    # --- torchft's names ---------------------------------------------------------------------------------------------
-
-    def start_quorum(
-        self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
-    ) -> None:
-        """torchft's name of :meth:`start_step`."""
-        del allow_heal, shrink_only, timeout
-        self.start_step()
-
-    def allreduce(
-        self,
-        tensor: torch.Tensor,
-        should_quantize: bool = False,
-        reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
-    ) -> RecordedWork:
-        """Reduce ``tensor`` in place over the contributors of the quorum. Failures are left to the vote.
-
-        Args:
-            tensor: dense.
-            should_quantize: send int8 with a scale per 256 values, in both directions (torchft: fp8, which takes the
-                same bytes and errs more). For sums and averages of floating tensors.
-            reduce_op: SUM, AVG, PRODUCT, MIN, MAX, BAND, BOR or BXOR.
-        """
-        return self._recorded.start(tensor, reduce_op, Int8Codec() if should_quantize else None)
-
-    def should_commit(self, timeout: timedelta | None = None) -> bool:
-        """Finish the step; True if its results are to be applied.
-
-        A retry inside replaces results for which the caller had already waited. What the caller made of those (clipping,
-        say) is gone then: do it again if ``results_changed`` says so.
-        """
-        del timeout
-        early, self._early = self._early, None
-        return (early or self.finish_step()).applied
-
-    def report_error(self, error: Exception) -> None:
-        """Something failed locally in this step: this group contributes nothing to it."""
-        self._loop.object(str(error))
-
-    def errored(self) -> Exception | None:
-        """What ``report_error`` was told in this step."""
-        reason = self._loop.objection
-        return None if reason is None else ManagerError(reason)
-
-    @property
-    def results_changed(self) -> bool:
-        """The last commit replaced results of ``allreduce`` that the caller had waited for: clip them again, say.
-
-        It is the same on every replica that had waited, so those who ignore it stay equal all the same.
-        """
-        return self._recorded.results_changed
-
-    def current_step(self) -> int:
-        """Number of committed steps."""
-        return self._loop.head.step
-
-    def batches_committed(self) -> int:
-        """Sum of contributors over the steps that this process committed."""
-        return self._commits
-
-    def num_participants(self) -> int:
-        """Members of the current quorum whose gradient counts (as of its formation, or of the last step)."""
-        quorum = self._loop.quorum
-        if self._last is not None and self._last.contributors:
-            return self._last.contributors
-        return 0 if quorum is None else quorum.contributors
-
-    def participating_rank(self) -> int | None:
-        """Replica rank in the quorum, None while behind."""
-        quorum = self._loop.quorum
-        return None if quorum is None or self._loop.behind else quorum.replica_rank
-
-    def is_participating(self) -> bool:
-        """True if this group's gradients count."""
-        return self._loop.quorum is not None and not self._loop.behind
-
-    def replica_id(self) -> str:
-        """Stable name of this group."""
-        return self._settings.replica_id
+    # --- where this group stands -------------------------------------------------------------------------------------
 
     def quorum_id(self) -> int:
         """Id of the current quorum, 0 before the first."""
@@ -470,6 +419,7 @@ class Manager:
         return LeaderAgent(settings, desk, self._events, store, address, self._progress)
 
     def _first_start(self) -> None:
+        self._register_user_state()
         self._refuse_unregistered()
         self._started = True
         self._obstacles = self.state.obstacles_to_catch_up()
@@ -491,7 +441,6 @@ class Manager:
             windowed=self._windowed,
         )
         self._agent.report(pb.RankFrame(ready=ready))
-        self._loop.wait_first_quorum()
 
     def _refuse_unregistered(self) -> None:
         """A group that comes back would be level with parameters of its own, and nobody would see it."""
@@ -520,6 +469,10 @@ class Manager:
         for reduction in self._attached:
             reduction.caught_up()
         steps, size_bytes = self.catch_up.peak
+        if self._user_state and steps == 0:
+            # The callables may load options that were saved at the start (TorchTitan caches them): those of now count.
+            values = report.plan.manifest.values
+            self.state.apply_values({name: values[name] for name in self._wrapped if name in values})
         self._events.emit("caught_up", step=self._loop.head.step, recorded_steps=steps, size_bytes=size_bytes)
         self._fetcher.reset()
         self.catch_up.reset()
@@ -562,9 +515,10 @@ class Manager:
             self._events.emit("digest", step=head.step, quorum_id=head.quorum_id, digest=self.state.digest())
 
     def _get_values(self) -> dict[str, Any]:
-        return {"positions": dict(sorted(self._positions.items()))}
+        return {"batches": self._batches, "positions": dict(sorted(self._positions.items()))}
 
     def _set_values(self, values: dict[str, Any]) -> None:
+        self._batches = int(values["batches"])
         self._positions = {str(name): int(position) for name, position in values["positions"].items()}
 
     @property

@@ -18,7 +18,9 @@ class Optimizer(torch.optim.Optimizer):
 
     Args:
         manager: the group's Manager.
-        optim: any ``torch.optim`` optimizer. It is registered at ``manager.state`` under ``name``.
+        optim: any ``torch.optim`` optimizer, or a container with a list of them in ``optimizers`` (TorchTitan's). With the
+            first step it is registered at ``manager.state`` under ``name``, if steps are no windows (DiLoCo); and so
+            are its parameters, where nothing else has them.
         name: needed only if there are several optimizers.
     """
 
@@ -26,7 +28,10 @@ class Optimizer(torch.optim.Optimizer):
         # No super().__init__: state and groups are the inner optimizer's.
         self.manager = manager
         self.optim = optim
-        manager.state.register_optimizer(name, optim)
+        parts = getattr(optim, "optimizers", None)
+        self._parts: list[torch.optim.Optimizer] = [optim] if parts is None else list(parts)
+        for index, part in enumerate(self._parts):
+            manager.adopt_optimizer(name if parts is None else f"{name}_{index}", part)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
@@ -60,8 +65,11 @@ class Optimizer(torch.optim.Optimizer):
         """
         if closure is not None:
             raise ValueError("closure is not supported: the loss may not be computed again after the vote")
+        self.manager.average_unreduced(
+            parameter for part in self._parts for group in part.param_groups for parameter in group["params"]
+        )
         if self.manager.should_commit():
-            self.manager.record_or_step([self.optim], self.optim.step)
+            self.manager.record_or_step(self._parts, self.optim.step)
 
     def state_dict(self) -> dict[str, Any]:
         """The inner optimizer's."""

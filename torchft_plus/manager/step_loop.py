@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -104,13 +105,24 @@ class StepLoop:
 
     # --- start ---------------------------------------------------------------------------------------------------
 
-    def wait_first_quorum(self) -> None:
-        """Block until this group is in a quorum, and know whether it is behind. Nothing else may be computed before."""
+    def wait_first_quorum(self, timeout_s: float | None = None) -> None:
+        """Block until this group is in a quorum, and know whether it is behind. Nothing else may be computed before.
+
+        Args:
+            timeout_s: how long at most; None: for ever.
+
+        Raises:
+            TimeoutError: there was none; waiting may go on.
+        """
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
         while self.quorum is None:
             mark = self._mailbox.mark()
             word = self._mailbox.take()
             if word is None:
-                self._wait(mark)
+                left_ms = WAIT_SLICE_MS if end_s is None else round(1_000 * (end_s - time.monotonic()))
+                if left_ms < 0:
+                    raise TimeoutError(f"there was no quorum within {timeout_s} s")
+                self._wait(mark, min(WAIT_SLICE_MS, left_ms))
             elif self._handle(word) is not None:
                 self._drop_inputs()
 
@@ -161,6 +173,20 @@ class StepLoop:
         for reduction in self.reductions:
             reduction.begin(lane, self._weight)
         return lane
+
+    def await_lane(self) -> None:
+        """Within a step that has posted nothing: wait until the quorum's lane is built, or will not be.
+
+        For results that the caller looks at before ``finish``: replicas that were given a result and replicas that were not
+        would make different things of it (clip it, say), and only some would be told.
+        """
+        while self._begun_on is None and self._round == 0:
+            mark = self._mailbox.mark()
+            may_come = self.quorum is not None and self._lanes.is_building(self.quorum.quorum_id)
+            if self._begin_reductions(self._weight) is None and may_come:
+                self._wait(mark)
+            elif not may_come:
+                break
 
     def launch(self, weight: float) -> None:
         """The inputs of a window are complete, and its weight is known: post now what ``finish`` would, if there is a lane."""
@@ -365,6 +391,6 @@ class StepLoop:
         )
         self._agent.report(pb.RankFrame(boundary=boundary))
 
-    def _wait(self, mark: int) -> None:
-        if not self._mailbox.wait(mark, WAIT_SLICE_MS) and not self._agent.alive:
+    def _wait(self, mark: int, slice_ms: int = WAIT_SLICE_MS) -> None:
+        if not self._mailbox.wait(mark, slice_ms) and not self._agent.alive:
             raise ManagerError(f"the agent thread has ended: {self._agent.failure}")

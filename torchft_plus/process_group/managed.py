@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
+from torchft_plus.process_group.registered import Registrable
 from torchft_plus.process_group.works import InnerWork, SwallowingWork
-from torchft_plus.process_group.wrappers import Base, Tensors, reduce_op
-
-_numbers = itertools.count()
-registry: Any = c10d
+from torchft_plus.process_group.wrappers import Tensors, reduce_op
 
 
 class ReducingManager(Protocol):
@@ -25,14 +20,16 @@ class ReducingManager(Protocol):
         self, tensor: torch.Tensor, *, reduce_op: ReduceOp.RedOpType = ReduceOp.AVG
     ) -> InnerWork: ...
 
-    def report_error(self, error: Exception) -> None: ...
+    def report_error(self, e: Exception) -> None: ...
 
     def num_participants(self) -> int: ...
 
     def participating_rank(self) -> int | None: ...
 
+    def expect_reductions(self) -> None: ...
 
-class ManagedProcessGroup(Base):
+
+class ManagedProcessGroup(Registrable):
     """Reduces over the contributors of the current quorum; failures are left to the Manager's vote, never raised.
 
     Usable as an ordinary process group: ``dist.all_reduce(t, group=pg)`` at once, and functional collectives,
@@ -40,15 +37,13 @@ class ManagedProcessGroup(Base):
     between replicas would bypass the vote.
 
     Args:
-        manager: the Manager; needs ``allreduce``, ``report_error``, ``num_participants`` and ``participating_rank``.
+        manager: the Manager; what is needed of it is ``ReducingManager``.
     """
 
     def __init__(self, manager: ReducingManager) -> None:
-        super().__init__(0, 1)
+        super().__init__()
         self._manager = manager
-        self._registered_name = ""
-        self._description = ""
-        self._known_to_torch = False
+        manager.expect_reductions()
 
     # --- torch.distributed's view ------------------------------------------------------------------------------------
 
@@ -63,63 +58,10 @@ class ManagedProcessGroup(Base):
     def getBackendName(self) -> str:
         return "torchft_plus-managed"
 
-    @property
-    def group_name(self) -> str:
-        """The name in torch's registry; empty before ``register``."""
-        return self._registered_name
-
-    @property
-    def group_desc(self) -> str:
-        return self._description
-
-    def _set_group_name(self, name: str) -> None:
-        self._registered_name = name
-
-    def _set_group_desc(self, description: str) -> None:
-        self._description = description
-
-    def register(self, name: str) -> ManagedProcessGroup:
-        """Put the group into torch's registry, so that it can be found by name. Once.
-
-        With a default group (``init_process_group``) it is known to all of ``torch.distributed``, as a group of
-        this rank alone; without, to functional collectives.
-
-        Args:
-            name: for people, for example the mesh dimension "dp_replicate".
-
-        Raises:
-            RuntimeError: it is registered already.
-        """
-        if self._registered_name:
-            raise RuntimeError(
-                f"the process group is registered as {self._description!r}: unregister() it first"
-            )
-        unique = f"torchft_plus_{name}_{next(_numbers)}"
-        if dist.is_initialized():
-            dist.Backend.register_backend(unique, lambda *_: self, devices=["cpu", "cuda"])
-            # Only this rank makes it: no other must wait for that.
-            dist.new_group([dist.get_rank()], backend=unique, group_desc=name, use_local_synchronization=True)
-            self._known_to_torch = True
-        else:
-            self._set_group_name(unique)
-            self._set_group_desc(name)
-            registry._register_process_group(unique, self)
-        return self
-
-    def unregister(self) -> None:
-        """Take it out of torch's registry again. Repeatable."""
-        if not self._registered_name:
-            return
-        if self._known_to_torch and dist.is_initialized():
-            dist.destroy_process_group(self)
-        elif not self._known_to_torch:
-            registry._unregister_process_group(self._registered_name)
-        self._registered_name, self._known_to_torch = "", False
-
     def shutdown(self) -> None:
         """Nothing of its own to end: the Manager owns the connections."""
 
-    def abort(self) -> None:
+    def abort(self, errored: bool = True) -> None:
         """As ``shutdown``."""
 
     # --- collectives -------------------------------------------------------------------------------------------------
@@ -137,3 +79,39 @@ class ManagedProcessGroup(Base):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> Any:
         return self.allreduce(tensors, opts)
+
+    def _refuse(self, name: str) -> Any:
+        raise RuntimeError(
+            f"{self.getBackendName()} does not support {name}: what moves data between replicas without a reduction would "
+            "bypass the vote"
+        )
+
+    def allgather(self, *_: Any) -> Any:
+        return self._refuse("allgather")
+
+    def allgather_into_tensor_coalesced(self, *_: Any) -> Any:
+        return self._refuse("allgather_into_tensor_coalesced")
+
+    def alltoall_base(self, *_: Any) -> Any:
+        return self._refuse("alltoall_base")
+
+    def barrier(self, *_: Any) -> Any:
+        return self._refuse("barrier")
+
+    def broadcast(self, *_: Any) -> Any:
+        return self._refuse("broadcast")
+
+    def broadcast_one(self, *_: Any) -> Any:
+        return self._refuse("broadcast_one")
+
+    def recv(self, *_: Any) -> Any:
+        return self._refuse("recv")
+
+    def reduce_scatter(self, *_: Any) -> Any:
+        return self._refuse("reduce_scatter")
+
+    def reduce_scatter_tensor_coalesced(self, *_: Any) -> Any:
+        return self._refuse("reduce_scatter_tensor_coalesced")
+
+    def send(self, *_: Any) -> Any:
+        return self._refuse("send")

@@ -97,6 +97,40 @@ class OperationWork(Work):
         return self._future
 
 
+class FinishedWork(Work):
+    """A handle of what is over.
+
+    Args:
+        tensors: what the future holds.
+        error: it failed.
+    """
+
+    def __init__(self, tensors: Sequence[Any], error: Exception | None = None) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._failure = error
+        self._future: Any = torch.futures.Future()
+        if error is None:
+            self._future.set_result(self._tensors)
+        else:
+            self._future.set_exception(error)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True at once, or raises the failure."""
+        del timeout
+        if self._failure is not None:
+            raise self._failure
+        return True
+
+    def is_completed(self) -> bool:
+        """True."""
+        return True
+
+    def get_future(self) -> Any:
+        """A future that has ended."""
+        return self._future
+
+
 class InnerWork(Protocol):
     """What a Manager's allreduce returns."""
 

@@ -22,19 +22,17 @@ from torch._C._distributed_c10d import (
     ReduceScatterOptions,
     TCPStore,
 )
-from torch.distributed import ProcessGroup as TorchProcessGroup
 from torch.distributed import ReduceOp
 
 from torchft_plus.process_group.backends import backend
 from torchft_plus.process_group.lane import Backend, Lane, LaneError, LaneSpec
+from torchft_plus.process_group.registered import Registrable
 from torchft_plus.process_group.works import OperationWork
 
 Tensors = list[torch.Tensor]
-Base: Any = TorchProcessGroup
-"""torch's stub of it is wrong in constructor and arguments."""
 
 
-class ProcessGroup(Base):
+class ProcessGroup(Registrable):
     """Process group between replicas whose members change: every quorum brings a new lane.
 
     Collectives run on the current lane, raise what torch's do, and after a failure fail until the next lane.
@@ -46,15 +44,23 @@ class ProcessGroup(Base):
     backend_name = ""
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60)) -> None:
-        super().__init__(0, 1)
-        self._timeout_ms = round(timeout.total_seconds() * 1000)
-        if self._timeout_ms < 1:
-            raise ValueError(f"timeout is {timeout}: it must be longer than a millisecond")
+        super().__init__()
+        self.set_timeout(timeout)
         self._backend: Backend | None = None
         self._lane: Lane | None = None
         self._owned = False
         self._last_quorum_id = 0
         self._lane_lock = threading.Lock()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """From the next lane on, how long its operations and its build may take.
+
+        Raises:
+            ValueError: it is shorter than a millisecond.
+        """
+        self._timeout_ms = round(timeout.total_seconds() * 1000)
+        if self._timeout_ms < 1:
+            raise ValueError(f"timeout is {timeout}: it must be longer than a millisecond")
 
     def backend(self) -> Backend:
         """What makes the lanes.
@@ -123,8 +129,13 @@ class ProcessGroup(Base):
         if old is not None and old_owned and old is not lane:
             old.retire()
 
-    def abort(self) -> None:
-        """End pending operations as failed, here and at the peers."""
+    def abort(self, errored: bool = True) -> None:
+        """End pending operations as failed, here and at the peers.
+
+        Args:
+            errored: accepted for torchft's sake: an aborted lane always says so in ``errored()``.
+        """
+        del errored
         if self._lane is not None:
             self._lane.abort("abort() was called")
 
@@ -147,6 +158,9 @@ class ProcessGroup(Base):
     def getBackendName(self) -> str:
         """As torch.distributed calls for it."""
         return f"torchft_plus-{self.backend_name}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
 
     # --- collectives -------------------------------------------------------------------------------------------------
 
@@ -250,12 +264,22 @@ class ProcessGroupDummy(ProcessGroup):
         super().__init__()
         self._dummy_rank = rank
         self._dummy_world = world
+        self.configure_count = 0
 
     def configure(
-        self, store_addr: str, replica_id: str, rank: int, world_size: int, *rest: Any, **more: Any
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
     ) -> None:
         """Nothing to connect to."""
-        del store_addr, replica_id, rank, world_size, rest, more
+        del store_addr, replica_id, rank, world_size, quorum_id, group_rank, group_world_size, global_ranks
+        self.configure_count += 1
 
     def size(self) -> int:
         return self._dummy_world
@@ -271,6 +295,15 @@ class ProcessGroupDummy(ProcessGroup):
             spec = LaneSpec(HashStore(), rank=0, world_size=1, quorum_id=0, timeout_ms=self._timeout_ms)
             self._replace(self.backend().create(spec), owned=True)
         return super()._usable()
+
+
+def create_store_client(store_addr: str, timeout: timedelta) -> PrefixStore:
+    """A client of the TCP store at ``store_addr`` ("host:port/prefix").
+
+    Raises:
+        ValueError: ``store_addr`` is not of that form.
+    """
+    return _connect_store(store_addr, round(timeout.total_seconds() * 1000))
 
 
 def reduce_op(options: Any) -> ReduceOp.RedOpType:

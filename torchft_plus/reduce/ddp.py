@@ -15,6 +15,18 @@ from torchft_plus.reduce.layout import DEFAULT_BUCKET_BYTES, FIRST_BUCKET_BYTES,
 from torchft_plus.reduce.reducer import GradientReducer
 from torchft_plus.reduce.reduction import AttachedReduction
 
+_TORCH_OPTIONS = {
+    "broadcast_buffers",
+    "check_reduction",
+    "device_ids",
+    "dim",
+    "find_unused_parameters",
+    "gradient_as_bucket_view",
+    "init_sync",
+    "output_device",
+    "static_graph",
+}
+
 
 class AttachingManager(Protocol):
     """What is needed of a Manager."""
@@ -40,9 +52,12 @@ class DistributedDataParallel(nn.Module):
             each replica's own, and are only put back if a step is refused.
         check_finite: have steps with infinite or NaN gradients skipped by all replicas; costs one pass over them.
         codec, error_feedback: send gradients in fewer bytes; see ``GradientReducer``.
+        ignored: options of torch's class that have nothing to decide here (``find_unused_parameters``, ``static_graph`` ...):
+            accepted for torchft's sake.
 
     Raises:
         ValueError: an argument is wrong, or a tensor cannot be reduced.
+        TypeError: an argument is unknown.
     """
 
     def __init__(
@@ -55,8 +70,12 @@ class DistributedDataParallel(nn.Module):
         check_finite: bool = False,
         codec: Codec | None = None,
         error_feedback: bool = False,
+        **ignored: Any,
     ) -> None:
         super().__init__()
+        unknown = sorted(ignored.keys() - _TORCH_OPTIONS)
+        if unknown:
+            raise TypeError(f"DistributedDataParallel has no argument {unknown[0]!r}")
         if buffers not in ("reduce", "local"):
             raise ValueError(f'buffers is {buffers!r}: it must be "reduce" or "local"')
         if bucket_cap_mb <= 0:

@@ -214,6 +214,10 @@ class RecordedOperations:
             self._release()
         return work
 
+    def is_empty(self) -> bool:
+        """Nothing was started in this step."""
+        return not self._works
+
     # --- Reduction -----------------------------------------------------------------------------------------------------
 
     def digest(self) -> str:

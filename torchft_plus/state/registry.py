@@ -80,10 +80,13 @@ class StateRegistry:
     Args:
         shard: which part of the model this rank holds, for example "rank 1 of 4"; ranks of different replicas
             exchange state only if it is equal.
+        growth_floor_bytes: state of a donor that is larger by more than this, and more than 32 times as large as what
+            is registered here, is refused; None: no bound.
     """
 
-    def __init__(self, shard: str = "") -> None:
+    def __init__(self, shard: str = "", growth_floor_bytes: int | None = _MAX_GROWTH_FLOOR_BYTES) -> None:
         self._shard = shard
+        self._growth_floor_bytes = growth_floor_bytes
         self._sources: dict[str, Source] = {}
         self._holds_state = True
         self._changed = threading.Condition()
@@ -176,6 +179,7 @@ class StateRegistry:
         load: Callable[[Any], object],
         *,
         changes_in_forward: bool = False,
+        shared: bool = True,
     ) -> None:
         """Register a nested dict of tensors and plain values behind torchft's pair of callables.
 
@@ -186,11 +190,12 @@ class StateRegistry:
                 Tensors that ``save`` gives at the joiner in the same shape and dtype have been received in
                 place.
             changes_in_forward: as in ``register_tensors``.
+            shared: False leaves it out of the digest.
 
         Raises:
             StateError: the name is taken or something in it is neither a tensor nor a plain value.
         """
-        self._add(StateDictSource(name, save, load, changes_in_forward=changes_in_forward))
+        self._add(StateDictSource(name, save, load, changes_in_forward=changes_in_forward, shared=shared))
 
     def _add(self, source: Source) -> None:
         if not source.name or "/" in source.name or not source.name.isprintable() or len(source.name) > 200:
@@ -297,7 +302,8 @@ class StateRegistry:
             raise StateError(mismatch)
         own = dict(self.snapshot().entries)
         held = sum(entry.local.numel() * entry.local.element_size() for entry in own.values())
-        if manifest.size_bytes > _MAX_GROWTH * held + _MAX_GROWTH_FLOOR_BYTES:
+        floor = self._growth_floor_bytes
+        if floor is not None and manifest.size_bytes > _MAX_GROWTH * held + floor:
             raise StateError(
                 f"the donor's state has {manifest.size_bytes} bytes, more than {_MAX_GROWTH} times our {held}"
             )

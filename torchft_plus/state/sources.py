@@ -344,8 +344,9 @@ class StateDictSource(_Source):
         load: Callable[[Any], object],
         *,
         changes_in_forward: bool,
+        shared: bool,
     ) -> None:
-        super().__init__(name)
+        super().__init__(name, shared=shared)
         self._save = save
         self._load = load
         self._changes_in_forward = changes_in_forward
@@ -354,7 +355,7 @@ class StateDictSource(_Source):
         captured = Captured()
 
         def add(path: str, tensor: torch.Tensor) -> Json:
-            return captured.add(path, tensor, changes_in_forward=self._changes_in_forward)
+            return captured.add(path, tensor, shared=self.shared, changes_in_forward=self._changes_in_forward)
 
         captured.tree = encode(self._save(), self.name, add)
         return captured
@@ -368,4 +369,6 @@ class StateDictSource(_Source):
         self._load(decode(tree, self.name, tensor))
 
     def obstacle_to_catch_up(self) -> str | None:
+        if not self.shared:
+            return None
         return f"the state behind the callables of {self.name!r} is loaded as a whole"

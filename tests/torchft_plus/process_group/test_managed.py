@@ -65,8 +65,11 @@ class FakeManager:
         self.ops.append(reduce_op)
         return LateWork(tensor, self.failure, **self.how)
 
-    def report_error(self, error: Exception) -> None:
-        self.errors.append(error)
+    def report_error(self, e: Exception) -> None:
+        self.errors.append(e)
+
+    def expect_reductions(self) -> None:
+        self.told = True
 
     def num_participants(self) -> int:
         return self.participants
