@@ -98,8 +98,8 @@ def test_a_local_objection_leaves_no_trace(manager: Manager) -> None:
     manager.state.register_module("model", model)
     wrapped = DistributedDataParallel(manager, model)
     optimizer = Optimizer(manager, torch.optim.AdamW(model.parameters(), 0.1))
-    before = manager.state.digest()
     manager.start_quorum()
+    before = manager.state.digest()
     manager.report_error(RuntimeError("a bad batch"))
     wrapped(torch.ones(2, 4)).sum().backward()
     assert manager.should_commit() is False

@@ -77,7 +77,7 @@ def test_what_is_not_offered_is_in_the_guide() -> None:
 
 
 def test_a_name_that_is_not_offered_says_what_to_do() -> None:
-    with pytest.raises(ImportError, match="ManagerServer has no counterpart .* pass lighthouse_addr"):
+    with pytest.raises(ImportError, match=r"ManagerServer has no counterpart .* pass lighthouse_addr"):
         ours("torchft.coordination.ManagerServer")
 
 
