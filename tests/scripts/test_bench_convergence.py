@@ -56,6 +56,7 @@ def test_a_quick_convergence_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_kills_do_not_lose_steps_in_a_convergence_run(tmp_path: Path) -> None:
     options = parse(
         ["convergence", "--seeds", "1", "--modes", "diloco-kills", "steps-kills", "--out", str(tmp_path)]
@@ -67,6 +68,7 @@ def test_kills_do_not_lose_steps_in_a_convergence_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_a_survivor_of_a_death_in_a_sync_loses_nothing(tmp_path: Path) -> None:
     options = parse(["windows", "--kills", "1", "--systems", "torchft_plus", "--out", str(tmp_path)])
     options.scratch = str(tmp_path / "scratch")
