@@ -11,6 +11,7 @@ Safety of the states is theirs: they vote within a group only. P1 and P2 are not
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from lighthouse.core.quorum_core import QuorumCore
@@ -77,7 +78,8 @@ class Replica:
     """The core was asked for the next quorum on its behalf."""
     revoked: bool = False
     """The core wants it to give its quorum up: its next question is an ask."""
-    questions: int = 0
+    question: int = 0
+    """Number of its last question."""
     beat: int = 0
     retired: str = ""
     """Why its words are not taken any more."""
@@ -86,7 +88,7 @@ class Replica:
     def progress(self) -> Progress:
         """What its training does, as far as that can be seen from here."""
         step = self.participant.step if self.participant is not None else 0
-        return Progress(step, WAITING if self.ticket is not None else TRAINING, self.questions)
+        return Progress(step, WAITING if self.ticket is not None else TRAINING, self.question)
 
 
 class TorchftCore:
@@ -102,6 +104,8 @@ class TorchftCore:
         self._tickets: dict[int, Replica] = {}
         self._effects: list[Effect] = []
         self._outcomes: list[Outcome] = []
+        self._numbers = itertools.count(1)
+        """Of sessions and questions: of all replicas, since the core may remember whom this adapter has forgotten."""
         self._members: tuple[int, dict[str, None]] = (0, {})
         """Id of the last quorum, and its replica_ids."""
 
@@ -191,7 +195,7 @@ class TorchftCore:
             self._end(replica, "the same replica asks again")
         known_address = replica.participant.address if replica.participant is not None else None
         replica.participant, replica.ticket, replica.asked = participant, event.ticket, False
-        replica.questions += 1
+        replica.question = next(self._numbers)
         self._tickets[event.ticket] = replica
         if replica.connected and participant.address != known_address:
             self._disconnect(replica, now_ms)
@@ -237,7 +241,7 @@ class TorchftCore:
     def _connect(self, replica: Replica, now_ms: int) -> None:
         if replica.connected:
             return
-        replica.session += 1
+        replica.session = next(self._numbers)
         replica.connected, replica.asked = True, False
         participant = replica.participant
         address = participant.address if participant is not None else ""

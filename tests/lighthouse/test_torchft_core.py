@@ -242,6 +242,25 @@ def test_someone_joins_just_after_a_restart_of_the_lighthouse() -> None:
     assert not any("total loss" in line for line in driver.core.view(driver.now_ms).story)
 
 
+def test_the_next_run_on_a_restarted_lighthouse_waits_no_longer_than_members_may_need_to_come_back() -> None:
+    driver = TorchftDriver(min_replicas=2)
+    driver.form("a b", step=7)
+    driver.start()
+    c, d = driver.ask_all("c d", 0)
+    assert c.open, "a and b may live"
+    driver.wait(3_500, "c d")
+    assert c.members == d.members == "c d"
+
+
+def test_a_cut_of_the_lighthouse_from_all_members_loses_nobody() -> None:
+    """Rule L6: who hears nobody doubts itself."""
+    driver = TorchftDriver()
+    first = driver.form("a b c")
+    driver.wait(9_000)
+    driver.wait(2_000, "a b c")
+    assert driver.ask_all("a b c", 1)[0].answer.quorum_id == first.id
+
+
 def test_ids_grow_after_a_lost_store() -> None:
     """torchft's own Lighthouse begins at 1 again, and replicas that met that id before keep their old process group."""
     driver = TorchftDriver()
@@ -383,6 +402,23 @@ class Schedule(RuleBasedStateMachine):
         assert [p.replica_id for p in last.participants] == everybody.split(), self.driver.core.view(0).story[
             -20:
         ]
+
+
+def test_who_stood_still_and_was_silent_may_take_part_again() -> None:
+    """The adapter forgot b, the core did not: its question looked like an old one, and it was kept out for ever."""
+    schedule = Schedule()
+    schedule.begin(min_replicas=1, join_ms=500)
+    schedule.ask("b", 0, False)
+    schedule.ask_all()
+    schedule.ask_all()
+    schedule.wait(6_000, "")
+    schedule.die("a", False)
+    schedule.die("b", False)
+    schedule.ask("a", 0, False)
+    schedule.ask_all()
+    schedule.ask("a", 0, False)
+    schedule.wait(6_000, "")
+    schedule.teardown()
 
 
 TestSchedule = Schedule.TestCase
