@@ -147,11 +147,13 @@ def _total_loss(
     since_ms = view.total_loss_since_ms
     over = since_ms is not None and roster.wakeups.due(since_ms + view.config.restart_timeout_ms)
     if absent and not over:
+        # Who wants to leave holds nothing that is missed here, and its next life may be one of those.
         text = f"for {', '.join(absent)} to restart, at most restart_timeout_ms"
-        return Wait(f"{text} ({view.config.restart_timeout_ms})", total_loss=True)
+        text = f"{text} ({view.config.restart_timeout_ms})"
+        return Wait(text, total_loss=True, release_leavers=True)
     if len(stayers) < view.config.min_replicas:
-        needed = view.config.min_replicas
-        return Wait(f"for {needed} replicas (min_replicas), {len(stayers)} have asked", total_loss=True)
+        text = f"for {view.config.min_replicas} replicas (min_replicas), {len(stayers)} have asked"
+        return Wait(text, total_loss=True, release_leavers=True)
     plan = _restart(stayers, "total loss")
     base_here = plan.base if plan is not None else None
     others = [p for p in roster.peers.values() if p not in stayers and p.connected]

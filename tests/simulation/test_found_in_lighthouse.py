@@ -279,6 +279,22 @@ def test_no_total_loss_while_who_waits_for_its_place_brings_more() -> None:
     assert lighthouse.quorums()[-1].base == at_4.head
 
 
+def test_who_wants_to_leave_may_go_while_the_restart_of_others_is_waited_for() -> None:
+    """Seed 10344, all: it held no state, and the next quorum waited for its next life, for ever."""
+    lighthouse = Lighthouse(expected_replicas=2, min_replicas=2, restart_timeout_ms=1_000)
+    for process in (A, B):
+        lighthouse.connect(process, 1, fresh(), 0)
+        lighthouse.ask(process, 1, fresh(), 0)
+    quorum = lighthouse.quorums()[-1]
+    lighthouse.event(ExitSeen(A), 10)
+    other = Position(0, Head(0, 0, "of another seed"), level=True)
+    lighthouse.connect(A2, 1, other, 20)
+    lighthouse.ask(A2, 1, other, 20)
+    behind = Position(quorum.id, START, level=False)
+    lighthouse.event(Received(B, 1, Ask(behind, leaving=True)), 30)
+    assert B in lighthouse.retired()
+
+
 def test_a_heartbeat_is_answered_after_the_revocation() -> None:
     """Profile outage, 20 of 300 seeds: the answer came first and ended the outage, and the member committed."""
     storage, events = MemoryStorage(), EventLog(None, "lighthouse")

@@ -144,6 +144,7 @@ class Oracle:
         self._strand(lighthouse, quorum.id)
         heads = self._lineage_of[quorum.id].head_of_step
         self.lineage = Lineage({step: h for step, h in heads.items() if h.quorum_id <= quorum.id})
+        self._lineage_of[quorum.id] = self.lineage  # where a step that it had voted for is committed now
         self._forgotten.update(number for number in self.quorums if number > quorum.id)
         self.total_losses += 1
         self._rewound = True

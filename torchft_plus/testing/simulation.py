@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lighthouse.core.quorum_core import EPOCHS_PER_S
 from torchft_plus.testing.collective import Collectives
 from torchft_plus.testing.donors import Directory
 from torchft_plus.testing.faults import Faults
@@ -54,6 +55,7 @@ class Simulation:
         """How wrong the clock is that epochs begin with."""
         self._lighthouses = 0
         self._highest_clock_seconds = 0.0
+        self._highest_epoch = 0
 
     # --- the Lighthouse ------------------------------------------------------------------------------------------------
 
@@ -62,13 +64,14 @@ class Simulation:
         self._lighthouses += 1
         clock_seconds = 1_000 + self.world.now_ms / 1_000 + self.clock_step_seconds
         if self.lighthouse_disk.record is None:
-            # Assumed: a clock that stands behind an earlier start, and the loss of the store, do not come together.
-            clock_seconds = max(clock_seconds, self._highest_clock_seconds + 0.001)
+            # Assumed: a clock that stands behind the epochs given out, and the loss of the store, do not come together.
+            clock_seconds = max(clock_seconds, (self._highest_epoch + 1) / EPOCHS_PER_S)
         elif clock_seconds <= self._highest_clock_seconds:
             self.world.hit("the clock is behind an earlier start")
         self._highest_clock_seconds = max(self._highest_clock_seconds, clock_seconds)
         self.lighthouse = Lighthouse(self, self._lighthouses, self.lighthouse_disk, clock_seconds)
         self.lighthouse.start()
+        self._highest_epoch = max(self._highest_epoch, self.lighthouse.core.epoch)
 
     def crash_lighthouse(self, lose_disk: bool) -> None:
         """Its process ends; a new one is started, with the same disk or with an empty one."""
