@@ -14,7 +14,7 @@ import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lighthouse import wire
-from lighthouse.core.clock import RunningClock
+from lighthouse.core.clock import RunningClock, tick_and_gap_ms
 from lighthouse.core.quorum_core import QuorumCore
 from lighthouse.core.words import (
     Connected,
@@ -95,11 +95,11 @@ class LighthouseDaemon:
         self._config = config
         self._storage = storage
         self._events = events
-        self._tick_ms = tick_ms
         self._security = security or Security()
         self._jobs: dict[str, Job] = {}
         heartbeat_ms = config.timeouts.heartbeat_timeout_ms
-        self._clock = RunningClock(max(2 * tick_ms, min(1_000, heartbeat_ms // 2)))
+        self._tick_ms, gap_ms = tick_and_gap_ms(heartbeat_ms, tick_ms)
+        self._clock = RunningClock(gap_ms)
         self._wake = asyncio.Event()
         self._wake_at_ms = 0
         self._stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()

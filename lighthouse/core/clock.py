@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 
+def tick_and_gap_ms(heartbeat_timeout_ms: int, most_ms: int) -> tuple[int, int]:
+    """How often to look at the clock (at most every ``most_ms``), and from which gap on it was a pause.
+
+    A pause that is as long as the heartbeat limit must be seen as one, however short that limit is; a late tick must not.
+    """
+    tick_ms = max(1, min(most_ms, heartbeat_timeout_ms // 4))
+    return tick_ms, max(2 * tick_ms, min(1_000, heartbeat_timeout_ms // 2))
+
+
 class RunningClock:
     """Milliseconds during which this process ran and read its inbox.
 

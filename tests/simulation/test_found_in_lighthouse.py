@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from lighthouse import wire
+from lighthouse.core.clock import RunningClock, tick_and_gap_ms
 from lighthouse.core.quorum_core import QuorumCore
 from lighthouse.core.words import (
     Connected,
@@ -277,6 +278,17 @@ def test_no_total_loss_while_who_waits_for_its_place_brings_more() -> None:
     assert lighthouse.quorums()[-1] == quorum
     lighthouse.event(ExitSeen(B), 60)
     assert lighthouse.quorums()[-1].base == at_4.head
+
+
+@pytest.mark.parametrize("heartbeat_ms", [50, 83, 150, 400, 5_000, 60_000])
+def test_a_pause_as_long_as_the_heartbeat_limit_is_seen_as_one(heartbeat_ms: int) -> None:
+    """Seed 10244, pause: below 200 ms a shorter limit was taken for the silence of everybody."""
+    tick_ms, gap_ms = tick_and_gap_ms(heartbeat_ms, 100)
+    clock = RunningClock(gap_ms)
+    clock.read(0)
+    assert clock.read(tick_ms * 1.5) == (int(tick_ms * 1.5), False)
+    running_ms, paused = clock.read(tick_ms * 1.5 + heartbeat_ms)
+    assert paused and running_ms - tick_ms * 1.5 <= heartbeat_ms / 2 + 1
 
 
 def test_who_wants_to_leave_may_go_while_the_restart_of_others_is_waited_for() -> None:

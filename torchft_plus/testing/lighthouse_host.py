@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lighthouse.core.clock import RunningClock
+from lighthouse.core.clock import RunningClock, tick_and_gap_ms
 from lighthouse.core.quorum_core import QuorumCore
 from lighthouse.core.words import (
     Close,
@@ -59,7 +59,8 @@ class Lighthouse:
         self.started_ms = self.world.now_ms
         self._unsettled = False
         self._unanswered: list[End] = []
-        self._clock = RunningClock(max(2 * TICK_MS, min(1_000, heartbeat_ms // 2)))
+        self._tick_ms, gap_ms = tick_and_gap_ms(heartbeat_ms, TICK_MS)
+        self._clock = RunningClock(gap_ms)
         self._sessions: dict[tuple[Process, int], End] = {}
         self._die_at_store = ""
         self._q_stored = disk.record.q_last if disk.record is not None else None
@@ -77,7 +78,7 @@ class Lighthouse:
         """Claim the epoch and serve."""
         self.world.trace(self.life.name, "starts, epoch {}, stored {}", self.core.epoch, self.disk.record)
         self._carry_out(self.core.start())
-        self.life.after(TICK_MS, self._tick)
+        self.life.after(self._tick_ms, self._tick)
         self.life.after(self.world.settings.timeouts.outage_limit_ms // OWNER_CHECKS, self._check_owner)
 
     def replaced(self, process: Process) -> bool:
@@ -204,7 +205,7 @@ class Lighthouse:
         if deadline_ms is not None and deadline_ms <= now_ms:
             self._run(self.core.tick(now_ms))
         deadline_ms = self.core.deadline()
-        wait_ms = TICK_MS if deadline_ms is None else min(TICK_MS, max(1, deadline_ms - now_ms))
+        wait_ms = self._tick_ms if deadline_ms is None else min(self._tick_ms, max(1, deadline_ms - now_ms))
         self.life.after(wait_ms, self._tick)
 
     def _check_owner(self) -> None:
