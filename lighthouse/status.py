@@ -57,7 +57,8 @@ def _describe_job(job: pb.JobStatus) -> list[str]:
             peer.process.replica_id if theirs else f"{peer.process.replica_id}/{peer.process.incarnation[:6]}"
         )
         place = f"{name} at {peer.address}"
-        progress = f"step {peer.position.head.step}, {peer.position.progress.phase or 'no phase'}"
+        step = max(peer.position.head.step, peer.position.progress.step)  # heads are said with asks only
+        progress = f"step {step}, {peer.position.progress.phase or 'no phase'}"
         asked = ", has asked" if peer.asked else ""
         lines.append(f"  {peer.state:9} {place}: {progress}, heard {peer.silent_ms} ms ago{asked}")
     return lines

@@ -346,7 +346,7 @@ class TorchftCore:
         self._outcomes.append(Answer(tickets, self._last_id(), participants))
         for replica in members:
             self._release(replica)
-            replica.revoked = replica.asked = False
+            replica.asked = False
             if replica.connected:
                 self._say(replica, Beat(replica.progress), now_ms)  # it trains now
 
@@ -362,10 +362,9 @@ class TorchftCore:
 
     def _forget(self) -> None:
         """Drop replicas that are not there, and of those that are out the oldest when they are too many."""
-        members = set(self._member_ids())
         for replica_id, replica in list(self._replicas.items()):
-            gone = not replica.connected and replica.ticket is None and replica_id not in members
-            if gone and (not replica.retired or len(self._replicas) > MAX_REMEMBERED):
+            away = not replica.connected and replica.ticket is None
+            if away and (not replica.retired or len(self._replicas) > MAX_REMEMBERED):
                 del self._replicas[replica_id]
 
     # --- the last quorum --------------------------------------------------------------------------------------

@@ -160,6 +160,34 @@ def test_shrink_only_keeps_newcomers_waiting() -> None:
     assert c.members == "a b c"
 
 
+def test_shrink_only_of_the_dead_keeps_nobody_out() -> None:
+    driver = TorchftDriver()
+    driver.form("a")
+    driver.ask("a", 1, shrink=True)
+    c = driver.ask("c")
+    driver.die("a")
+    driver.wait(400, "c")
+    assert c.members == "c"
+
+
+def test_a_newcomer_holds_nothing_whatever_step_it_says() -> None:
+    driver = TorchftDriver()
+    driver.form("a")
+    c = driver.ask("c", 1)
+    driver.ask("a", 1)
+    assert c.members == "a c"
+    assert [m.contributor for m in driver.quorum.members] == [True, False]
+
+
+def test_the_core_knows_who_waits_and_who_trains() -> None:
+    driver = TorchftDriver()
+    driver.form("a b")
+    driver.ask("a", 1)
+    peers = {p.process.replica_id: p.position for p in driver.core.view(driver.now_ms).peers}
+    phases = {name: position.progress.phase for name, position in peers.items() if position is not None}
+    assert phases == {"a": "reduce", "b": "train"}
+
+
 def test_shrink_only_takes_back_an_ask_that_is_under_way() -> None:
     driver = TorchftDriver()
     driver.form("a b")

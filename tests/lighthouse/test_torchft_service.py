@@ -205,14 +205,16 @@ def test_status_and_the_word_of_an_operator(callers: list[Caller]) -> None:
         joins = b.ask(8)
         wait_for_round(server.address())
         assert {tuple(names(quorum_of(call))) for call in [a.ask(8), joins]} == {("a", "b")}
+        for call in [a.ask(9), b.ask(9)]:
+            quorum_of(call)
         text = describe(fetch_status(server.address()))
         assert "job torchft (torchft's managers: they ask at every step)" in text
-        assert "member    b at http://b:9: step 8, train" in text
-        call = a.ask(9)
+        assert "member    b at http://b:9: step 9, train" in text
+        call = a.ask(10)
         assert report_exit(server.address(), "torchft", Process("b", ""))
         assert names(quorum_of(call)) == ["a"]
         with pytest.raises(grpc.RpcError) as refused:
-            quorum_of(b.ask(9))
+            quorum_of(b.ask(10))
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION  # pyright: ignore
 
 
