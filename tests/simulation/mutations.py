@@ -436,7 +436,7 @@ def lost_store_takes_the_first_report(m: pytest.MonkeyPatch) -> None:
     m.setattr(QuorumCore, "_adopt_reported", adopt)
 
 
-@mutation("L5: clocks may differ, so the Lighthouse waits longer than a member acts", "clock")
+@mutation("L5: clocks may differ, so the Lighthouse waits longer than a member acts", "drift")
 def no_margin_for_clocks(m: pytest.MonkeyPatch) -> None:
     m.setattr(CoreConfig, "certainly_gone_ms", property(lambda self: self.timeouts.outage_limit_ms))
 

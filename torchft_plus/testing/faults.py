@@ -31,6 +31,7 @@ PROFILES: dict[str, dict[str, int]] = {
     },
     "amnesia": {"lighthouse_disk": 6, "no_lighthouse": 4, "isolate": 3, "crash": 4, "break": 1},
     "store": {"store_fails": 8, "lighthouse_second": 3, "lighthouse_crash": 2, "crash": 6, "break": 2},
+    "drift": {"deaf": 8, "crash": 6, "power_loss": 2, "lighthouse_pause": 1},
     "clock": {
         "clock_step": 6,
         "lighthouse_disk": 3,

@@ -14,7 +14,7 @@ from torchft_plus.testing.world import Settings
 
 T = TypeVar("T")
 TRACE_TAIL = 120
-SMALL_DRIFT = 0.005
+SMALL_DRIFT = 0.00497
 """Two clocks then differ by 1 %: as much as rule L5 adds to the outage limit."""
 LARGE_DRIFT = 0.1
 
@@ -87,7 +87,7 @@ def _fit(settings: Settings) -> Settings:
         return replace(slow, min_replicas=1, aimed_chance=0.9, moments=("transfer", "transfer", "behind"))
     if settings.profile == "link":
         return replace(settings, cut_link=True, groups=max(3, settings.groups), min_replicas=1)
-    if settings.profile == "clock":
+    if settings.profile in ("clock", "drift"):
         return _with_bad_clocks(settings)
     if settings.profile == "outage":
         # The limit has to be reached within the run, and whoever is left has to found anew.
