@@ -37,6 +37,7 @@ _HOMES = {
     "ErrorSwallowingProcessGroupWrapper": "torchft_plus.process_group.nested",
     "FakeProcessGroupWrapper": "torchft_plus.process_group.nested",
     "HTTPTransport": "torchft_plus.checkpointing",
+    "LighthouseClient": "torchft_plus.coordination",
     "LighthouseServer": "torchft_plus.coordination",
     "LocalSGD": "torchft_plus.semi_sync.local_sgd",
     "ManagedProcessGroup": "torchft_plus.process_group.managed",

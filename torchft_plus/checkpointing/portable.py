@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DeviceMesh, DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from torchft_plus.reduce.local_tensors import local_part
 from torchft_plus.state.errors import StateError
@@ -63,14 +64,11 @@ def _dtensor(parts: dict[Any, Any]) -> torch.Tensor:
         mesh_dim_names=tuple(parts["names"]) or None,
         _init_backend=False,
     )
-    return DTensor.from_local(
-        parts[_MARK],
-        mesh,
-        [_placement(name) for name in parts["placements"]],
-        run_check=False,
-        shape=torch.Size(parts["shape"]),
-        stride=tuple(parts["stride"]),
-    )
+    local: torch.Tensor = parts[_MARK]
+    meta = TensorMeta(torch.Size(parts["shape"]), tuple(parts["stride"]), local.dtype)
+    spec = DTensorSpec(mesh, tuple(_placement(name) for name in parts["placements"]), tensor_meta=meta)
+    # Not from_local: whoever receives need not be in the mesh, and would be given an empty shard.
+    return DTensor(local, spec, requires_grad=False)
 
 
 def _name(placement: Placement, path: str) -> str:

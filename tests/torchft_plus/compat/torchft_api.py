@@ -84,6 +84,11 @@ CLASSES: dict[str, dict[str, str]] = {
     "torchft.checkpointing.http_transport.HTTPTransport": HTTP_TRANSPORT,
     "torchft.checkpointing.pg_transport.PGTransport": PG_TRANSPORT,
     "torchft.checkpointing.transport.CheckpointTransport": TRANSPORT,
+    "torchft.coordination.LighthouseClient": {
+        "__init__": "addr connect_timeout",
+        "heartbeat": "replica_id timeout=",
+        "quorum": "replica_id timeout address= store_address= step= world_size= shrink_only= data=",
+    },
     "torchft.coordination.LighthouseServer": {
         "__init__": "bind min_replicas join_timeout_ms= quorum_tick_ms= heartbeat_timeout_ms=",
         "address": "",
@@ -145,6 +150,8 @@ FUNCTIONS: dict[str, str] = {
     "torchft.setup_logger": "name",
 }
 VALUES = (
+    "torchft.coordination.Quorum",
+    "torchft.coordination.QuorumMember",
     "torchft.manager.TIMEOUT_SEC_ENV",
     "torchft.manager.WorldSizeMode",
 )

@@ -1,0 +1,1 @@
+"""torchft's own tests on torchft_plus."""
