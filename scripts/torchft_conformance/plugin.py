@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from importlib.abc import MetaPathFinder
@@ -19,6 +20,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from torchft_conformance.not_applicable import reason_for
 from torchft_plus.checkpointing import http_transport
@@ -26,6 +28,7 @@ from torchft_plus.compat.alias import install
 from torchft_plus.manager.manager import Manager
 from torchft_plus.semi_sync.diloco import DiLoCo
 
+INNER_STEP_S = 0.1
 PACKAGE = Path(os.environ["TORCHFT_CHECKOUT"]) / "torchft"
 
 
@@ -55,6 +58,9 @@ def _remember_diloco() -> None:
     def remembering(self: DiLoCo, manager: Manager, *arguments: Any, **named: Any) -> None:
         plain(self, manager, *arguments, **named)
         manager.__dict__["diloco_of_test"] = self
+        # torchft's members wait for a joiner, ours do not (P4): all 16 inner steps of 1 ms would be over before it has come.
+        inner: torch.optim.Optimizer = named.get("inner_optimizer") or arguments[1]
+        inner.register_step_post_hook(lambda *_: time.sleep(INNER_STEP_S))
 
     def manager_state_dict(self: Manager) -> dict[str, Any]:
         saved = self.__dict__["diloco_of_test"].state_dict()["fragments"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -86,6 +87,7 @@ class HTTPTransport(CheckpointTransport[T]):
         registry = StateRegistry(growth_floor_bytes=None)
         registry.register_state_dict(_NAME, dict, received.append)
         wait_ms = round(timeout.total_seconds() * 1000)
+        end_s = time.monotonic() + timeout.total_seconds()
         try:
             report = fetch_state(
                 registry,
@@ -96,7 +98,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 security=self._security,
             )
         except StateError as error:
-            if "503" in str(error) or "not yet" in str(error):
+            if time.monotonic() >= end_s:
                 raise TimeoutError(f"timed out after {timeout}: {error}") from error
             raise
         registry.apply_tensors(report.plan)

@@ -24,7 +24,9 @@ def take_apart(value: Any, path: str = "state_dict") -> Any:
         case DTensor():
             mesh = value.device_mesh
             return {
-                _MARK: local_part(value.detach()),
+                _MARK: local_part(
+                    value
+                ).detach(),  # a rank outside the mesh would get an empty shard of value.detach()
                 "device": mesh.device_type,
                 "ranks": mesh.mesh.tolist(),
                 "names": list(mesh.mesh_dim_names or ()),

@@ -82,6 +82,13 @@ class LaneBuilder:
             usable = lane is not None and lane.spec.quorum_id > self._fenced and lane.error is None
             return lane if usable else None
 
+    def broken(self, quorum_id: int) -> LaneError | None:
+        """Why the lane of this quorum does not work any more, though nobody here has given it up."""
+        with self._lock:
+            lane = self._lane
+            kept = lane is not None and lane.spec.quorum_id == quorum_id > self._fenced
+            return lane.error if lane is not None and kept else None
+
     def is_building(self, quorum_id: int) -> bool:
         """The lane of this quorum is not there yet, and may still come."""
         with self._lock:

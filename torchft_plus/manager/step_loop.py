@@ -97,6 +97,7 @@ class StepLoop:
         self._visits = 0
         self._round = 0
         self._posted: tuple[int, int] | None = None
+        self._told_broken: tuple[int, int] | None = None
         self._begun_on: int | None = None
         self._objection: str | None = None
         self._weight = 1.0
@@ -253,6 +254,7 @@ class StepLoop:
             if lane is not None and self._posted != (lane.spec.quorum_id, self._round):
                 self._post(lane)
             else:
+                self._tell_broken_lane()
                 self._wait(mark)
 
     def _post(self, lane: Lane) -> None:
@@ -277,6 +279,21 @@ class StepLoop:
         self._posted, self._begun_on = key, lane.spec.quorum_id
         self._agent.report(pb.RankFrame(posted=report))
         _Running(operations, self._attempt(key), self._agent.report)
+
+    def _tell_broken_lane(self) -> None:
+        """A lane broke before all was posted on it, while gradients were computed: no operation of an attempt tells it."""
+        quorum_id = 0 if self.quorum is None else self.quorum.quorum_id
+        key = (quorum_id, self._round)
+        failure = self._lanes.broken(quorum_id)
+        if failure is None or key in (self._posted, self._told_broken):
+            return
+        self._told_broken = key
+        done = pb.RankDone(
+            attempt=self._attempt(key),
+            failure=str(failure) or "failed",
+            peer_rank=-1 if failure.peer_rank is None else failure.peer_rank,
+        )
+        self._agent.report(pb.RankFrame(done=done))
 
     def _attempt(self, key: tuple[int, int]) -> pb.Attempt:
         return pb.Attempt(quorum_id=key[0], step=self.head.step + 1, round=key[1])

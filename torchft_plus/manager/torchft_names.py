@@ -207,6 +207,11 @@ class TorchftNames:
             raise ManagerError("state is registered after the first step: do it before training starts")
         self._user_state[key] = (load_state_dict, state_dict)
 
+    @property
+    def has_user_state(self) -> bool:
+        """Callables for user state were given."""
+        return bool(self._user_state)
+
     def state_dict(self) -> dict[str, int]:
         """Where this group stands, for a checkpoint on disk."""
         head = self._loop.head

@@ -97,6 +97,51 @@ class OperationWork(Work):
         return self._future
 
 
+class TorchWork(Work):
+    """A handle of torch's with a future, which not every handle of gloo has.
+
+    Args:
+        inner: the handle.
+        tensors: what the future holds at the end.
+    """
+
+    def __init__(self, inner: Any, tensors: Sequence[Any]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._tensors = list(tensors)
+        self._lock = threading.Lock()
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As the inner handle's."""
+        return bool(self._inner.wait(timeout) if timeout else self._inner.wait())
+
+    def is_completed(self) -> bool:
+        """As the inner handle's."""
+        return bool(self._inner.is_completed())
+
+    def result(self) -> list[Any]:
+        """The tensors."""
+        return self._tensors
+
+    def get_future(self) -> Any:
+        """Future of the tensors. Where torch has none, a thread waits for the handle."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future()
+        threading.Thread(target=self._complete, name="work-future", daemon=True).start()
+        return self._future
+
+    def _complete(self) -> None:
+        try:
+            self._inner.wait()
+        except Exception as error:  # noqa: BLE001 - handed on
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(self._tensors)
+
+
 class FinishedWork(Work):
     """A handle of what is over.
 

@@ -27,7 +27,7 @@ from torch.distributed import ReduceOp
 from torchft_plus.process_group.backends import backend
 from torchft_plus.process_group.lane import Backend, Lane, LaneError, LaneSpec
 from torchft_plus.process_group.registered import Registrable
-from torchft_plus.process_group.works import OperationWork
+from torchft_plus.process_group.works import OperationWork, TorchWork
 
 Tensors = list[torch.Tensor]
 
@@ -141,7 +141,8 @@ class ProcessGroup(Registrable):
 
     def errored(self) -> Exception | None:
         """The failure that broke the current lane, or None."""
-        return None if self._lane is None else self._lane.error
+        error = None if self._lane is None else self._lane.error
+        return None if error is None else LaneError(f"the lane was aborted: {error}", error.peer_rank)
 
     def shutdown(self) -> None:
         """Give up the current lane."""
@@ -191,12 +192,14 @@ class ProcessGroup(Registrable):
         return self.allreduce(tensors, opts)
 
     def allgather(self, output_tensors: list[Tensors], input_tensor: Tensors, opts: AllgatherOptions) -> Any:
-        return self._raw().allgather(output_tensors, input_tensor, opts)
+        return TorchWork(self._raw().allgather(output_tensors, input_tensor, opts), output_tensors)
 
     def allgather_into_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: AllgatherOptions
     ) -> Any:
-        return self._raw().allgather_into_tensor_coalesced(output_tensors, input_tensors, opts)
+        return TorchWork(
+            self._raw().allgather_into_tensor_coalesced(output_tensors, input_tensors, opts), output_tensors
+        )
 
     def alltoall_base(
         self,
@@ -206,15 +209,16 @@ class ProcessGroup(Registrable):
         input_split_sizes: list[int],
         opts: AllToAllOptions,
     ) -> Any:
-        return self._raw().alltoall_base(
+        work = self._raw().alltoall_base(
             output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts
         )
+        return TorchWork(work, [output_buffer])
 
     def barrier(self, opts: BarrierOptions | None = None) -> Any:
-        return self._raw().barrier(opts or BarrierOptions())
+        return TorchWork(self._raw().barrier(opts or BarrierOptions()), [])
 
     def broadcast(self, tensor_list: Tensors, opts: BroadcastOptions) -> Any:
-        return self._raw().broadcast(tensor_list, opts)
+        return TorchWork(self._raw().broadcast(tensor_list, opts), tensor_list)
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> Any:
         """Broadcast one tensor from replica rank ``root``."""
@@ -223,20 +227,22 @@ class ProcessGroup(Registrable):
         return self.broadcast([tensor], options)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int) -> Any:
-        return self._raw().recv(tensors, src_rank, tag)
+        return TorchWork(self._raw().recv(tensors, src_rank, tag), tensors)
 
     def reduce_scatter(
         self, output_tensors: Tensors, input_tensors: list[Tensors], opts: ReduceScatterOptions
     ) -> Any:
-        return self._raw().reduce_scatter(output_tensors, input_tensors, opts)
+        return TorchWork(self._raw().reduce_scatter(output_tensors, input_tensors, opts), output_tensors)
 
     def reduce_scatter_tensor_coalesced(
         self, output_tensors: Tensors, input_tensors: Tensors, opts: ReduceScatterOptions
     ) -> Any:
-        return self._raw().reduce_scatter_tensor_coalesced(output_tensors, input_tensors, opts)
+        return TorchWork(
+            self._raw().reduce_scatter_tensor_coalesced(output_tensors, input_tensors, opts), output_tensors
+        )
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int) -> Any:
-        return self._raw().send(tensors, dst_rank, tag)
+        return TorchWork(self._raw().send(tensors, dst_rank, tag), tensors)
 
 
 class ProcessGroupGloo(ProcessGroup):

@@ -113,16 +113,25 @@ class DiLoCo:
         )
         register_rest(manager.state, model_fragments)
         self._inner_optimizer = inner_optimizer
-        self._hook: Any = None
+        self._parameters = [parameter for own in named for _, parameter in own]
+        self._waits_for_callables = manager.has_user_state
+        self._hooks: list[Any] = []
         self._loaded = False
 
     def __enter__(self) -> DiLoCo:
-        """Take the model as it is for the global copy, and enter the run; blocks as the first ``start_quorum`` does."""
+        """Take the model as it is for the global copy, and enter the run; blocks as the first ``start_quorum`` does.
+
+        If the Manager was given callables for user state, the run is entered in the first inner step instead: they may refer to
+        what this returns.
+        """
         if not self._loaded:
             for fragment in self._fragments:
                 fragment.copy_from_model()
-        self._loop.open()
-        self._hook = self._inner_optimizer.register_step_post_hook(self._after_inner_step)
+        if self._waits_for_callables:
+            self._hooks.append(self._inner_optimizer.register_step_pre_hook(self._before_inner_step))
+        else:
+            self._loop.open()
+        self._hooks.append(self._inner_optimizer.register_step_post_hook(self._after_inner_step))
         return self
 
     def __exit__(
@@ -132,7 +141,15 @@ class DiLoCo:
         traceback: TracebackType | None,
     ) -> None:
         """Stop synchronising; the model keeps its local parameters."""
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _before_inner_step(self, *arguments: Any) -> None:
+        del arguments
+        if self._loop.open():
+            for parameter in self._parameters:
+                parameter.grad = None  # of parameters that were replaced just now
 
     def _after_inner_step(self, *arguments: Any) -> None:
         del arguments

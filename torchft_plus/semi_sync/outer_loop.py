@@ -148,11 +148,17 @@ class OuterLoop:
         inner optimizer remembers is not finite either."""
         return self._spoilt and self._inner_steps == 0
 
-    def open(self) -> None:
-        """Enter the run: blocks for the first quorum and, if others are ahead, until their state is here."""
-        if not self._opened:
-            self._opened = True
-            self._next_window()
+    def open(self) -> bool:
+        """Enter the run: blocks for the first quorum and, if others are ahead, until their state is here. Repeatable.
+
+        Returns:
+            True if this call replaced the model by theirs.
+        """
+        if self._opened:
+            return False
+        self._opened = True
+        self._next_window()
+        return self._joined
 
     def inner_step_done(
         self,
