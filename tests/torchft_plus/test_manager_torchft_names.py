@@ -89,8 +89,8 @@ def test_a_result_is_there_at_once_also_in_the_first_step() -> None:
 def test_gradients_that_no_hook_reduces_are_averaged_all_the_same() -> None:
     def run(manager: Manager, pg: FakeProcessGroupWrapper, rank: int) -> list[float]:
         ManagedProcessGroup(manager)
-        torch.manual_seed(0)
         model = nn.Linear(2, 1, bias=False)
+        nn.init.ones_(model.weight)
         optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=1.0))
         for _ in range(2):
             optimizer.zero_grad()
