@@ -59,6 +59,10 @@ class FaultTolerance:
     error_feedback: bool = False
     sync_seconds: float | None = number(None, 0, above=True)
     """A window ends after this time, too; for groups of different speed."""
+    sync_least_groups: int = number(1, 1)
+    """So many groups must wait at the sync to make another one end its window."""
+    sync_grace_seconds: float = number(0.0, 0)
+    """And they give it so long to come by itself."""
     outer_lr: float = number(0.7, 0, above=True)
     outer_momentum: float = number(0.9, 0)
     outer_nesterov: bool = True
@@ -366,7 +370,16 @@ _DILOCO_KEYS = (
     "outer_momentum",
     "outer_nesterov",
 )
-_SEMI_SYNC_KEYS = ("sync_steps", "sync_seconds", "should_quantize", "codec", "error_feedback", *_DILOCO_KEYS)
+_TIMED_KEYS = ("sync_least_groups", "sync_grace_seconds")
+_SEMI_SYNC_KEYS = (
+    "sync_steps",
+    "sync_seconds",
+    *_TIMED_KEYS,
+    "should_quantize",
+    "codec",
+    "error_feedback",
+    *_DILOCO_KEYS,
+)
 
 
 def _check_semi_sync(table: FaultTolerance) -> None:
@@ -391,6 +404,11 @@ def _check_semi_sync(table: FaultTolerance) -> None:
     if table.should_quantize and table.pseudo_gradient_codec != "int8":
         raise ConfigError(
             f'fault_tolerance.should_quantize is codec = "int8", but codec is "{table.codec}": remove one of the two.'
+        )
+    timed = [key for key in changed if key in _TIMED_KEYS]
+    if timed and table.sync_seconds is None:
+        raise ConfigError(
+            f"fault_tolerance.{timed[0]} is about windows that end by time: set sync_seconds, or remove {timed[0]}."
         )
     foreign = [key for key in changed if key in _DILOCO_KEYS]
     if table.semi_sync_method == "local_sgd" and foreign:

@@ -43,9 +43,9 @@ def boundary(core: StepCore, visit: int, fetched: bool, rank: int = 0) -> list[b
     return [word.boundary.replay for word in words(core.rank_boundary(rank, report), "boundary")]
 
 
-def peer_posts(core: StepCore) -> list[Effect]:
+def peer_posts(core: StepCore, rank: int = 0, now_ms: int = 0) -> list[Effect]:
     block = pb.ControlBlock(quorum_id=7, step=4, head=from_head(BASE), finite=True, weight=1.0)
-    return core.peer_frame(7, 0, pb.PeerFrame(block=block), 0)
+    return core.peer_frame(7, rank, pb.PeerFrame(block=block), now_ms)
 
 
 def test_a_change_of_membership_does_not_wait_for_the_end_of_a_window() -> None:
@@ -85,14 +85,29 @@ def test_a_report_that_crosses_the_answer_is_not_taken_for_the_next_boundary() -
 
 def test_all_ranks_of_a_group_end_a_window_after_the_same_inner_step() -> None:
     core = core_in_quorum(ranks=2)
-    assert words(core.rank_poll(0, pb.RankPoll(count=1)), "poll") == []
-    assert [w.poll.due for w in words(core.rank_poll(1, pb.RankPoll(count=1)), "poll")] == [False]
-    core.rank_poll(0, pb.RankPoll(count=2))
+    assert words(core.rank_poll(0, pb.RankPoll(count=1), 0), "poll") == []
+    assert [w.poll.due for w in words(core.rank_poll(1, pb.RankPoll(count=1), 0), "poll")] == [False]
+    core.rank_poll(0, pb.RankPoll(count=2), 0)
     peer_posts(core)
-    assert [w.poll.due for w in words(core.rank_poll(1, pb.RankPoll(count=2)), "poll")] == [True]
+    assert [w.poll.due for w in words(core.rank_poll(1, pb.RankPoll(count=2), 0), "poll")] == [True]
 
 
 def test_a_window_ends_for_all_ranks_when_one_wants_it() -> None:
     core = core_in_quorum(ranks=2)
-    core.rank_poll(0, pb.RankPoll(count=1, ready=True))
-    assert [w.poll.due for w in words(core.rank_poll(1, pb.RankPoll(count=1)), "poll")] == [True]
+    core.rank_poll(0, pb.RankPoll(count=1, ready=True), 0)
+    assert [w.poll.due for w in words(core.rank_poll(1, pb.RankPoll(count=1), 0), "poll")] == [True]
+
+
+def test_a_minimum_quorum_waits_for_its_grace_before_it_ends_the_windows_of_others() -> None:
+    core = core_in_quorum()
+
+    def due(now_ms: int) -> bool:
+        poll = pb.RankPoll(count=now_ms, least_peers=2, grace_ms=100)
+        return words(core.rank_poll(0, poll, now_ms), "poll")[0].poll.due
+
+    peer_posts(core, rank=0, now_ms=10)
+    assert not due(1_000)
+    peer_posts(core, rank=2, now_ms=1_010)
+    peer_posts(core, rank=2, now_ms=1_050)  # the same one once more
+    assert not due(1_109)
+    assert due(1_110)

@@ -411,7 +411,7 @@ class LeaderAgent(Agent):
         if body == "boundary":
             return core.rank_boundary(rank, frame.boundary)
         if body == "poll":
-            return core.rank_poll(rank, frame.poll)
+            return core.rank_poll(rank, frame.poll, now)
         if body == "fetch_failed":
             return core.rank_fetch_failed(rank, frame.fetch_failed)
         return []

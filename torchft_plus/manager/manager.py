@@ -262,12 +262,20 @@ class Manager(TorchftNames):
         if not self._loop.behind:
             self._server.publish(self._loop.head)
 
-    def window_is_due(self, inner_steps: int, ready: bool = False) -> bool:
-        """After ``inner_steps`` of this window: does it end here, because another group waits or a rank is ``ready``?
+    def window_is_due(
+        self, inner_steps: int, ready: bool = False, least_peers: int = 1, grace_ms: int = 0
+    ) -> bool:
+        """Does this window end here, because a rank is ``ready`` or others wait at their sync?
 
         Collective over the ranks of this group; costs a round trip inside it, and asks nobody else.
+
+        Args:
+            inner_steps: of this window so far; the same on every rank.
+            ready: this rank wants it to end.
+            least_peers: so many other groups must wait,
+            grace_ms: for so long.
         """
-        return self._loop.poll(inner_steps, ready)
+        return self._loop.poll(inner_steps, ready, least_peers, grace_ms)
 
     def launch_step(self, weight: float) -> None:
         """The window's inputs are complete: begin to reduce them. ``finish_step`` waits for the result.

@@ -49,6 +49,8 @@ class _Round:
 
     blocks: dict[int, pb.ControlBlock] = field(default_factory=dict[int, pb.ControlBlock])
     yes: set[int] = field(default_factory=set[int])
+    arrivals_ms: list[int] = field(default_factory=list[int])
+    """When the block of each other group came."""
 
 
 @dataclass(slots=True)
@@ -248,7 +250,10 @@ class StepCore:
                 self._gone.add(rank)  # it stopped like this group: when it disconnects, it is not to blame
             return self._take()
         if body == "block":
-            self._round(frame.block.step, frame.block.round).blocks.setdefault(rank, frame.block)
+            here = self._round(frame.block.step, frame.block.round)
+            if rank not in here.blocks:
+                here.blocks[rank] = frame.block
+                here.arrivals_ms.append(now_ms)
             self._answer_boundary()
         elif body == "vote":
             self._round(frame.vote.step, frame.vote.round).yes.add(rank)
@@ -309,12 +314,13 @@ class StepCore:
             self._answer_boundary()
         return self._take()
 
-    def rank_poll(self, rank: int, report: pb.RankPoll) -> list[Effect]:
+    def rank_poll(self, rank: int, report: pb.RankPoll, now_ms: int) -> list[Effect]:
         """A rank asks between two inner steps whether the window ends here; all ranks get one answer."""
         self._polls[rank] = report
         polls = [poll for poll in self._polls.values() if poll.count == report.count]
         if len(polls) == self.group.group_world_size:
-            due = any(poll.ready for poll in polls) or self._awaited_by_peers()
+            due = any(poll.ready for poll in polls)
+            due = due or self._awaited_by_peers(max(1, report.least_peers), now_ms - report.grace_ms)
             self._polls = {}
             self._effects.append(Tell(pb.Word(poll=pb.WordPoll(count=report.count, due=due))))
         return self._take()
@@ -393,10 +399,10 @@ class StepCore:
         """In a window, and nothing of this group is posted: a change of membership costs nothing now (F36)."""
         return self.group.windowed and not self._attempt.posted
 
-    def _awaited_by_peers(self) -> bool:
-        """True if another group has posted its part of the step after the head."""
-        blocks = self._round(self._attempt.step, self._attempt.round).blocks
-        return any(rank != self.replica_rank for rank in blocks)
+    def _awaited_by_peers(self, least: int = 1, since_ms: int | None = None) -> bool:
+        """True if so many other groups have posted their part of the step after the head, no later than ``since_ms``."""
+        arrivals_ms = self._round(self._attempt.step, self._attempt.round).arrivals_ms
+        return len(arrivals_ms) >= least and (since_ms is None or arrivals_ms[least - 1] <= since_ms)
 
     def _answer_boundary(self) -> None:
         """Send the ranks of a group that is behind on, all together: to replay, or into a step without the state."""

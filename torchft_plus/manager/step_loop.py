@@ -196,14 +196,17 @@ class StepLoop:
             for reduction in self.reductions:
                 reduction.post(lane)
 
-    def poll(self, count: int, ready: bool) -> bool:
+    def poll(self, count: int, ready: bool, least_peers: int, grace_ms: int) -> bool:
         """Between two inner steps: does the window end here? The same answer on every rank of this group.
 
         Args:
             count: inner steps of this window.
             ready: this rank wants it to end.
+            least_peers: so many other groups must wait at the sync,
+            grace_ms: for so long, to end it otherwise.
         """
-        self._agent.report(pb.RankFrame(poll=pb.RankPoll(count=count, ready=ready)))
+        poll = pb.RankPoll(count=count, ready=ready, least_peers=least_peers, grace_ms=grace_ms)
+        self._agent.report(pb.RankFrame(poll=poll))
         while True:
             mark = self._mailbox.mark()
             word = self._mailbox.take_first("poll")

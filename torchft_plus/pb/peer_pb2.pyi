@@ -239,12 +239,16 @@ class RankBoundary(_message.Message):
     def __init__(self, fetched: _Optional[bool] = ..., epoch: _Optional[int] = ..., step: _Optional[int] = ..., patient: _Optional[bool] = ..., visit: _Optional[int] = ...) -> None: ...
 
 class RankPoll(_message.Message):
-    __slots__ = ("count", "ready")
+    __slots__ = ("count", "ready", "least_peers", "grace_ms")
     COUNT_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
+    LEAST_PEERS_FIELD_NUMBER: _ClassVar[int]
+    GRACE_MS_FIELD_NUMBER: _ClassVar[int]
     count: int
     ready: bool
-    def __init__(self, count: _Optional[int] = ..., ready: _Optional[bool] = ...) -> None: ...
+    least_peers: int
+    grace_ms: int
+    def __init__(self, count: _Optional[int] = ..., ready: _Optional[bool] = ..., least_peers: _Optional[int] = ..., grace_ms: _Optional[int] = ...) -> None: ...
 
 class RankFetchFailed(_message.Message):
     __slots__ = ("reason",)

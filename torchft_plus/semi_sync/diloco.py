@@ -16,7 +16,7 @@ from torchft_plus.reduce.layout import DEFAULT_BUCKET_BYTES, MEBIBYTE
 from torchft_plus.semi_sync.fragment import Fragment
 from torchft_plus.semi_sync.outer_loop import OuterLoop
 from torchft_plus.semi_sync.parts import register_rest, trainable_parameters
-from torchft_plus.semi_sync.schedule import Schedule
+from torchft_plus.semi_sync.schedule import Schedule, timed_window
 
 
 class DiLoCo:
@@ -52,8 +52,10 @@ class DiLoCo:
         should_quantize: send pseudo-gradients in 8 bits: the codec "int8".
         fragment_sync_delay: inner steps between sending a pseudo-gradient and taking over the result.
         fragment_update_alpha: share of the local parameters that a sync leaves in place (0: none).
-        sync_seconds: end a window after this time, too, or when another group has come to its end; pseudo-gradients are then
-            averaged by inner steps. For groups of different speed.
+        sync_seconds: end a window after this time, too, or when others wait at their sync; pseudo-gradients are then
+            averaged by tokens (``step_tokens``). For groups of different speed.
+        sync_least_groups: so many groups must wait to make another one end its window,
+        sync_grace_seconds: and give it so long to come by itself.
         codec: name of the codec that pseudo-gradients are sent with ("bf16", "int8", "fp8").
         error_feedback: add to a fragment's next pseudo-gradient what the codec took away.
 
@@ -77,6 +79,8 @@ class DiLoCo:
         fragment_update_alpha: float = 0.0,
         *,
         sync_seconds: float | None = None,
+        sync_least_groups: int = 1,
+        sync_grace_seconds: float = 0.0,
         codec: str | None = None,
         error_feedback: bool = False,
     ) -> None:
@@ -106,7 +110,7 @@ class DiLoCo:
             manager,
             self._fragments,
             schedule,
-            window_s=sync_seconds,
+            timed=timed_window(sync_seconds, sync_least_groups, sync_grace_seconds),
             bucket_bytes=DEFAULT_BUCKET_BYTES if bucket_cap_mb is None else bucket_cap_mb * MEBIBYTE,
             codec=None if chosen is None else codec_of(chosen),
             error_feedback=error_feedback,
@@ -116,6 +120,8 @@ class DiLoCo:
         self._parameters = [parameter for own in named for _, parameter in own]
         self._waits_for_callables = manager.has_user_state
         self._hooks: list[Any] = []
+        self.step_tokens = 1.0
+        """Tokens of an inner step, the same on every rank of the group; may be set before each."""
         self._loaded = False
 
     def __enter__(self) -> DiLoCo:
@@ -153,7 +159,7 @@ class DiLoCo:
 
     def _after_inner_step(self, *arguments: Any) -> None:
         del arguments
-        self._loop.inner_step_done()
+        self._loop.inner_step_done(tokens=self.step_tokens)
         if self._loop.spoilt:
             self._inner_optimizer.state.clear()
 

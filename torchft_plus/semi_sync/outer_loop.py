@@ -21,7 +21,7 @@ from torchft_plus.reduce.reducer import GradientReducer
 from torchft_plus.reduce.reduction import AttachedReduction
 from torchft_plus.semi_sync.fragment import Fragment
 from torchft_plus.semi_sync.fragment_reduction import FragmentReduction
-from torchft_plus.semi_sync.schedule import Schedule
+from torchft_plus.semi_sync.schedule import Schedule, TimedWindow
 from torchft_plus.state.registry import StateRegistry
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,9 @@ class WindowManager(Protocol):
 
     def inner_step_done(self) -> None: ...
 
-    def window_is_due(self, inner_steps: int, ready: bool = False) -> bool: ...
+    def window_is_due(
+        self, inner_steps: int, ready: bool = False, least_peers: int = 1, grace_ms: int = 0
+    ) -> bool: ...
 
     def launch_step(self, weight: float) -> None: ...
 
@@ -62,8 +64,7 @@ class OuterLoop:
         manager: of this rank, before its first step.
         fragments: parts of the model, in the order of their syncs; the same on every replica.
         schedule: when they are synchronised.
-        window_s: let a window end after this many seconds (or ``schedule.window`` inner steps), or when another group has
-            come to its end; pseudo-gradients are then averaged by the inner steps behind them. For groups of different speed.
+        timed: let windows end by time, too.
         bucket_bytes: size of the buckets that pseudo-gradients travel in.
         codec: send pseudo-gradients in fewer bytes.
         error_feedback: add to a fragment's next pseudo-gradient what the codec took away.
@@ -72,7 +73,7 @@ class OuterLoop:
         clock: monotonic seconds.
 
     Raises:
-        ValueError: the schedule is for another number of fragments, or ``window_s`` is not positive.
+        ValueError: the schedule is for another number of fragments.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class OuterLoop:
         fragments: Sequence[Fragment],
         schedule: Schedule,
         *,
-        window_s: float | None = None,
+        timed: TimedWindow | None = None,
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         codec: Codec | None = None,
         error_feedback: bool = False,
@@ -93,12 +94,10 @@ class OuterLoop:
             raise ValueError(
                 f"the schedule is for {schedule.fragments} fragments, and there are {len(fragments)}"
             )
-        if window_s is not None and not window_s > 0:
-            raise ValueError(f"sync_seconds is {window_s}: it must be above 0")
         self._manager = manager
         self._fragments = list(fragments)
         self._schedule = schedule
-        self._window_s = window_s
+        self._timed = timed
         self._syncs = syncs
         self._on_commit = on_commit
         self._clock = clock
@@ -112,6 +111,7 @@ class OuterLoop:
         """This window began between two syncs of the others, and ends when they come to theirs."""
         self._since_set = [0] * len(fragments)
         """Inner steps since each fragment was last taken over from the others."""
+        self._tokens_since_set = [0.0] * len(fragments)
         reducers = [
             GradientReducer(
                 fragment.named_shared(), bucket_bytes=bucket_bytes, codec=codec, error_feedback=error_feedback
@@ -164,12 +164,14 @@ class OuterLoop:
         self,
         scalars: Callable[[], Mapping[str, float]] | None = None,
         positions: Mapping[str, int] | None = None,
+        tokens: float = 1.0,
     ) -> StepOutcome | None:
         """The inner optimizer has stepped. Synchronises if it is time.
 
         Args:
             scalars: called if there is a sync; gives plain numbers that are summed over all contributors.
             positions: this group's data positions as of now.
+            tokens: of this inner step, the same on every rank of the group; they weigh it where windows end by time.
 
         Returns:
             How the sync ended, if there was one. If it was refused, this group has taken over the others' state.
@@ -177,6 +179,7 @@ class OuterLoop:
         self._manager.inner_step_done()
         self._inner_steps += 1
         self._since_set = [steps + 1 for steps in self._since_set]
+        self._tokens_since_set = [before + tokens for before in self._tokens_since_set]
         if not self._launched:
             ends_early = self._ends_early()
             if not ends_early and self._inner_steps < self._schedule.launch_after:
@@ -192,10 +195,15 @@ class OuterLoop:
         """This window ends here, before its number of inner steps is reached; the same on every rank of the group."""
         if self._inner_steps >= self._schedule.launch_after:
             return False
-        if self._window_s is None:
+        timed = self._timed
+        if timed is None:
             return self._joined and self._manager.window_is_due(self._inner_steps)
-        late = self._clock() - self._started_s >= self._window_s
-        return self._manager.window_is_due(self._inner_steps, ready=late)
+        return self._manager.window_is_due(
+            self._inner_steps,
+            ready=self._clock() - self._started_s >= timed.seconds,
+            least_peers=timed.least_groups,
+            grace_ms=int(1000 * timed.grace_seconds),
+        )
 
     def _turn(self) -> int:
         return self._schedule.fragment(self._manager.current_step())
@@ -213,8 +221,8 @@ class OuterLoop:
 
     def _weight(self, turn: int) -> float:
         """What this group's pseudo-gradient counts."""
-        if self._window_s is not None:
-            return float(self._since_set[turn])
+        if self._timed is not None:
+            return self._tokens_since_set[turn]
         full = self._schedule.is_full(self._manager.current_step(), self._since_set[turn])
         return 1.0 if full else 0.0
 
@@ -229,12 +237,12 @@ class OuterLoop:
             self._spoilt = not outcome.contributed and self._launched_weight > 0
             if outcome.applied and outcome.contributed:
                 self._fragments[turn].merge()
-                self._since_set[turn] = 0
+                self._forget(turn)
             elif self._spoilt:
                 self.reset()  # what is not finite in one fragment spoils all others in the next forward
             else:
                 self._fragments[turn].reset()
-                self._since_set[turn] = 0
+                self._forget(turn)
         self._fragments[turn].clear_pseudo_gradient()
         self._next_window()
         return outcome
@@ -274,8 +282,12 @@ class OuterLoop:
         self._joined = True
         self.reset()
 
+    def _forget(self, turn: int) -> None:
+        self._since_set[turn] = 0
+        self._tokens_since_set[turn] = 0.0
+
     def reset(self) -> None:
         """Take over the global copy as it is: what this group has trained since is dropped."""
-        for fragment in self._fragments:
+        for turn, fragment in enumerate(self._fragments):
             fragment.reset()
-        self._since_set = [0] * len(self._fragments)
+            self._forget(turn)

@@ -10,6 +10,49 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
+class TimedWindow:
+    """Windows that end by time, for groups of different speed (Decoupled DiLoCo, arXiv 2604.21428).
+
+    Pseudo-gradients are then averaged by the tokens behind them.
+
+    Args:
+        seconds: after which a group ends its window, if it has not done all inner steps of one before.
+        least_groups: the minimum quorum: so many groups must wait at the sync to make others end theirs earlier.
+        grace_seconds: and they wait so long for the others to come by themselves.
+
+    Raises:
+        ValueError: an argument that makes no sense.
+    """
+
+    seconds: float
+    least_groups: int = 1
+    grace_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"sync_seconds is {self.seconds}: it must be above 0")
+        if self.least_groups < 1:
+            raise ValueError(f"sync_least_groups is {self.least_groups}: it must be at least 1")
+        if self.grace_seconds < 0:
+            raise ValueError(f"sync_grace_seconds is {self.grace_seconds}: it must be at least 0")
+
+
+def timed_window(
+    seconds: float | None, least_groups: int = 1, grace_seconds: float = 0.0
+) -> TimedWindow | None:
+    """A ``TimedWindow``, or None without ``seconds``.
+
+    Raises:
+        ValueError: an argument makes no sense, or not without ``seconds``.
+    """
+    if seconds is not None:
+        return TimedWindow(seconds, least_groups, grace_seconds)
+    if least_groups != 1 or grace_seconds != 0:
+        raise ValueError("sync_least_groups and sync_grace_seconds are about sync_seconds, which is not set")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
 class Schedule:
     """Windows of inner steps, each of which ends with the sync of one fragment.
 

@@ -209,7 +209,7 @@ class Group:
         elif body == "configured":
             self._event(lambda core: core.rank_configured(rank, frame.configured))
         elif body == "poll":
-            self._event(lambda core: core.rank_poll(rank, frame.poll))
+            self._event(lambda core: core.rank_poll(rank, frame.poll, now))
         elif body == "boundary":
             self._event(lambda core: core.rank_boundary(rank, frame.boundary))
         elif body == "fetch_failed":

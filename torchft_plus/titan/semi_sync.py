@@ -15,7 +15,7 @@ from torchft_plus.reduce.codec import codec
 from torchft_plus.semi_sync.fragment import Fragment
 from torchft_plus.semi_sync.outer_loop import OuterLoop
 from torchft_plus.semi_sync.parts import register_rest
-from torchft_plus.semi_sync.schedule import Schedule
+from torchft_plus.semi_sync.schedule import Schedule, timed_window
 from torchft_plus.titan.fragments import plain_name, split
 from torchft_plus.titan.metrics import FaultToleranceMetrics
 from torchft_plus.titan.outer_state import OuterState
@@ -90,7 +90,7 @@ class Windows:
             manager,
             self._fragments,
             self._schedule,
-            window_s=table.sync_seconds,
+            timed=timed_window(table.sync_seconds, table.sync_least_groups, table.sync_grace_seconds),
             codec=None if table.pseudo_gradient_codec is None else codec(table.pseudo_gradient_codec),
             error_feedback=table.error_feedback,
             syncs=trainer.training_steps // self.steps_per_commit,
@@ -149,11 +149,12 @@ class Windows:
         step()
         self._losses += trainer.losses
         self._steps += 1
-        self._own_tokens += trainer.tokens_given()
+        tokens = trainer.tokens_given()
+        self._own_tokens += tokens
         trainer.batches.commit()
         positions = {trainer.position_name: trainer.batches.position}
         began = time.monotonic()
-        outcome = self.loop.inner_step_done(self._scalars, positions)
+        outcome = self.loop.inner_step_done(self._scalars, positions, float(tokens))
         if outcome is None:
             return
         if outcome.refused:
