@@ -371,11 +371,17 @@ class Manager(TorchftNames):
         """Where this group stands: step and the quorum that committed it."""
         return self._loop.head
 
-    def restore_head(self, head: Head) -> None:
-        """The state of ``head`` was loaded from disk. Before the first step."""
+    def restore_head(self, head: Head, positions: Mapping[str, int] | None = None) -> None:
+        """The state of ``head`` was loaded from disk. Before the first step.
+
+        Args:
+            head: whose state it is.
+            positions: data positions as of then, by name.
+        """
         if self._started:
             raise ManagerError("restore_head() after the first step")
         self._loop.head = head
+        self._positions.update(positions or {})
         if isinstance(self._agent, LeaderAgent):
             self._agent.set_head(head, head)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from enum import Enum
 from typing import Any
@@ -74,7 +74,7 @@ class TorchftNames:
         """See ``Manager``."""
         raise NotImplementedError
 
-    def restore_head(self, head: Head) -> None:
+    def restore_head(self, head: Head, positions: Mapping[str, int] | None = None) -> None:
         """See ``Manager``."""
         raise NotImplementedError
 

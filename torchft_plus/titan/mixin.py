@@ -106,8 +106,7 @@ class FaultTolerantMixin(_Stock):
             refuse_unshared_buffers(part, self.plugin.group_size)
         self._mode.join(manager)
         if self._saved is not None:
-            manager.restore_head(Head(self._saved.step, self._saved.quorum_id))
-            manager.state.apply_values({"torchft_plus": {"positions": dict(self._saved.positions)}})
+            manager.restore_head(Head(self._saved.step, self._saved.quorum_id), dict(self._saved.positions))
 
     @property
     def manager(self) -> StepManager:
