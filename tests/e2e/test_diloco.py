@@ -75,6 +75,23 @@ def test_one_of_two_dies_in_a_sync(make_cluster: MakeCluster, phase: str) -> Non
     end_together(cluster, TWO, ["replica_0"])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("phase", ["launch", "finish", "apply"])
+def test_two_of_four_die_in_a_sync(make_cluster: MakeCluster, phase: str) -> None:
+    cluster = make_cluster(expected=4, script=SCRIPT, step_ms=10, fragments=2, delay=1)
+    for group in ("replica_0", "replica_2"):
+        cluster.start(group)
+    for group in ("replica_1", "replica_3"):
+        cluster.start(group, die_in=phase, die_at=5)
+    for group in ("replica_0", "replica_2"):
+        cluster.until_step(group, 7)
+    for group in ("replica_1", "replica_3"):
+        assert cluster.processes[group][0].wait(10) == -signal.SIGKILL
+        cluster.start(group)
+        cluster.until_event(group, "level")
+    end_together(cluster, FOUR, ["replica_0", "replica_2"])
+
+
 def test_two_of_four_die_between_syncs_and_nobody_notices_before_the_next(make_cluster: MakeCluster) -> None:
     cluster = started(make_cluster, FOUR, script=SCRIPT, step_ms=20, sync_every=20)
     cluster.kill("replica_1")
