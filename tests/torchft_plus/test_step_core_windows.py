@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import pytest
+
 from lighthouse.messages import Ask, Head, Member, Process, Quorum
 from lighthouse.timeouts import Timeouts
 from torchft_plus.manager.control_words import from_head
 from torchft_plus.manager.effects import Effect, SendUp, Tell
+from torchft_plus.manager.mailbox import Mailbox
+from torchft_plus.manager.outcome import ManagerError
 from torchft_plus.manager.step_core import GroupInfo, StepCore
+from torchft_plus.manager.step_loop import StepLoop
 from torchft_plus.pb import peer_pb2 as pb
 
 ME = Process("a", "1")
@@ -111,3 +118,18 @@ def test_a_minimum_quorum_waits_for_its_grace_before_it_ends_the_windows_of_othe
     peer_posts(core, rank=2, now_ms=1_050)  # the same one once more
     assert not due(1_109)
     assert due(1_110)
+
+
+class SilentAgent:
+    """Takes reports; its group's other ranks say nothing."""
+
+    alive = True
+
+    def report(self, frame: pb.RankFrame) -> None: ...
+
+
+def test_a_rank_does_not_wait_for_ever_for_the_others_between_two_inner_steps() -> None:
+    nobody = cast(Any, None)
+    loop = StepLoop(cast(Any, SilentAgent()), Mailbox(), nobody, nobody, nobody, nobody)
+    with pytest.raises(ManagerError, match="inner step 3 within 50 ms"):
+        loop.poll(3, False, least_peers=1, grace_ms=0, timeout_ms=50)

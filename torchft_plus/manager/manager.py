@@ -274,8 +274,12 @@ class Manager(TorchftNames):
             ready: this rank wants it to end.
             least_peers: so many other groups must wait,
             grace_ms: for so long.
+
+        Raises:
+            ManagerError: another rank of this group did not come here within ``timeout_ms``.
         """
-        return self._loop.poll(inner_steps, ready, least_peers, grace_ms)
+        timeout_ms = self._settings.timeouts.timeout_ms
+        return self._loop.poll(inner_steps, ready, least_peers, grace_ms, timeout_ms)
 
     def launch_step(self, weight: float) -> None:
         """The window's inputs are complete: begin to reduce them. ``finish_step`` waits for the result.

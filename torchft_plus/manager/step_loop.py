@@ -196,7 +196,7 @@ class StepLoop:
             for reduction in self.reductions:
                 reduction.post(lane)
 
-    def poll(self, count: int, ready: bool, least_peers: int, grace_ms: int) -> bool:
+    def poll(self, count: int, ready: bool, least_peers: int, grace_ms: int, timeout_ms: int) -> bool:
         """Between two inner steps: does the window end here? The same answer on every rank of this group.
 
         Args:
@@ -204,13 +204,23 @@ class StepLoop:
             ready: this rank wants it to end.
             least_peers: so many other groups must wait at the sync,
             grace_ms: for so long, to end it otherwise.
+            timeout_ms: in which the group's other ranks have to come to the same inner step.
+
+        Raises:
+            ManagerError: they did not.
         """
         poll = pb.RankPoll(count=count, ready=ready, least_peers=least_peers, grace_ms=grace_ms)
         self._agent.report(pb.RankFrame(poll=poll))
+        end = time.monotonic() + timeout_ms / 1000
         while True:
             mark = self._mailbox.mark()
             word = self._mailbox.take_first("poll")
             if word is None:
+                if time.monotonic() >= end:
+                    raise ManagerError(
+                        f"not all ranks of this group came to inner step {count} within {timeout_ms} ms: one of them "
+                        "stands still, or timeout_ms is shorter than a healthy inner step"
+                    )
                 self._wait(mark)
             elif word.poll.count == count:
                 return word.poll.due

@@ -102,9 +102,9 @@ def _turn_to(
     copies: dict[int, torch.Tensor] = {
         id(parameter): copy for (_, parameter), copy in zip(named, shared, strict=True)
     }
+    theirs = {id(parameter) for parameter in elsewhere}
     held: set[int] = set()
     for group in optimizer.param_groups:
-        theirs = {id(parameter) for parameter in elsewhere}
         parameters = [
             p for p in cast("list[torch.Tensor]", group["params"]) if p.requires_grad and id(p) not in theirs
         ]
