@@ -1,16 +1,19 @@
 """One replica group of ``bench recovery``: an ordinary training loop that tells each attempt at a step.
 
-A line an attempt: ``time`` (monotonic seconds, the same clock in all processes), ``step``, ``committed``, ``participants``, and
-``crc`` of the parameters after a commit (null while they are not yet those of the others).
+First a line with ``ready``, the time before it asks for a quorum. Then a line an attempt: ``time`` (monotonic seconds, the
+same clock in all processes), ``step``, ``committed``, ``participants``, and ``crc`` of the parameters after a commit (null
+while they are not yet those of the others, and where none is due).
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 import time
 import zlib
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,16 +23,16 @@ from benchmarks.systems import (
     Membership,
     System,
     TorchftTuning,
+    adamw,
     mlp,
     sgd,
     torchft_plus_system,
     torchft_system,
 )
+from benchmarks.workload import Workload
 
-WIDTHS = [256, 512, 256, 64]
-BATCH = 32
-DEVICE_TIME_S = 0.03
-"""Stands for the accelerator's part of the step, so that three groups fit on two cores."""
+WIDTHS = list(Workload().widths)
+DEVICE_TIME_S = Workload().device_time_s
 
 
 def main() -> None:
@@ -39,9 +42,10 @@ def main() -> None:
     assert options is not None
     threading.Thread(target=end_with, args=(channel,), daemon=True).start()
     torch.set_num_threads(1)
-    module = mlp(WIDTHS)
-    optimizer = sgd(module)
-    member = Membership(options["replica_id"], options["lighthouse"], min_replicas=2)
+    workload = Workload(**options["workload"])
+    module, optimizer = model_of(workload)
+    channel.send(ready=time.monotonic())
+    member = Membership(options["replica_id"], options["lighthouse"], options["min_replicas"])
     if options["system"] == "torchft_plus":
         system = torchft_plus_system(member, module)
     else:
@@ -54,11 +58,22 @@ def main() -> None:
             return {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
 
         system = torchft_system(member, save, load, TorchftTuning(**options["tuning"]))
-    train(channel, system, module, optimizer, options["gradients"])
+    train(channel, system, module, optimizer, options["gradients"], workload)
+
+
+def model_of(workload: Workload) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    """Module and optimizer, the same in every process."""
+    module = mlp(list(workload.widths))
+    return module, adamw(module) if workload.adam else sgd(module)
 
 
 def train(
-    channel: Channel, system: System, module: nn.Module, optimizer: torch.optim.Optimizer, gradients: str
+    channel: Channel,
+    system: System,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    gradients: str,
+    workload: Workload,
 ) -> None:
     """The loop. ``gradients``: "ddp" as documented, or "allreduce": one call for all of them after the backward."""
     manager = system.manager
@@ -67,11 +82,11 @@ def train(
         model = module
     torch.manual_seed(os.getpid())
     while True:
-        inputs, targets = torch.randn(BATCH, WIDTHS[0]), torch.randn(BATCH, WIDTHS[-1])
+        inputs, targets = made_up(workload)
         wrapped.zero_grad()
         before = manager.current_step()  # either call below may commit
         loss = nn.functional.mse_loss(model(inputs), targets)
-        time.sleep(DEVICE_TIME_S)
+        time.sleep(workload.device_time_s)
         loss.backward()
         if gradients == "allreduce":
             allreduce_gradients(system, module)
@@ -83,8 +98,13 @@ def train(
             step=step,
             committed=step > before,
             participants=manager.num_participants() if level else 0,
-            crc=checksum(module) if level else None,
+            crc=checksum(module) if level and step % workload.digest_every == 0 else None,
         )
+
+
+def made_up(workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch: inputs and targets."""
+    return torch.randn(workload.batch, workload.widths[0]), torch.randn(workload.batch, workload.widths[-1])
 
 
 def allreduce_gradients(system: System, module: nn.Module) -> None:
@@ -105,11 +125,17 @@ def checksum(module: nn.Module) -> int:
 
 
 def end_with(channel: Channel) -> None:
-    """End this process when the bench closes the channel."""
-    while channel.receive() is not None:
-        pass
+    """End this process when the bench closes the channel; on command hold the GIL, as in a deadlock of a C extension."""
+    while (command := channel.receive()) is not None:
+        hold_gil(**command)
     sys.stderr.flush()
     os._exit(0)
+
+
+def hold_gil(hold_gil_s: int) -> None:
+    """No Python thread of this process runs for so long; threads of C++ do."""
+    libc: Any = ctypes.PyDLL(None)  # unlike CDLL it keeps the GIL during a call
+    libc.sleep(hold_gil_s)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from benchmarks.channel import Channel
 from benchmarks.recovery_worker import WIDTHS, end_with, train
 from benchmarks.state_worker import make_state
 from benchmarks.systems import Membership, TorchftTuning, mlp, sgd, torchft_plus_system, torchft_system
+from benchmarks.workload import Workload
 
 _SO_MAX_PACING_RATE = 47
 """Linux's number; Python has no name for it."""
@@ -70,7 +71,7 @@ def main() -> None:
 
         system = torchft_system(member, save, load, TorchftTuning())
     channel.send(entered=time.monotonic())
-    train(channel, system, module, optimizer, "ddp")
+    train(channel, system, module, optimizer, "ddp", Workload())
 
 
 if __name__ == "__main__":

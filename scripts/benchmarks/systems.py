@@ -119,3 +119,8 @@ def mlp(widths: list[int], seed: int = 0) -> nn.Sequential:
 def sgd(module: nn.Module) -> torch.optim.SGD:
     """Plain SGD: an optimizer that costs as little as can be hides nothing."""
     return torch.optim.SGD(module.parameters(), lr=LEARNING_RATE)
+
+
+def adamw(module: nn.Module) -> torch.optim.AdamW:
+    """With a state of twice the parameters."""
+    return torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
