@@ -7,6 +7,8 @@
     scripts/bench windows      inner steps that a survivor loses when one of two DiLoCo groups dies in a sync
     scripts/bench lighthouse   what 16 to 4,096 replica groups cost a Lighthouse, and how fast it answers them
     scripts/bench state        transfer of 64 MB to 2 GB to a group that joins, and what the others feel of it
+    scripts/bench all          one after the other, about 75 minutes on two idle cores (convergence: only if named, 20 minutes)
+    scripts/bench report       docs/benchmarks.md and its plots, from what the others have written into --out
 
 torchft is measured in an environment of its own: .venv-torchft, made at need, or the one that --torchft-python or
 $TORCHFT_PYTHON names.
@@ -26,14 +28,18 @@ from benchmarks import (
     convergence,
     lighthouse_load,
     overhead,
+    page,
     recovery,
     report,
+    run_all,
     state,
     state_faults,
     state_transfer,
     torchft_environment,
-    windows,
 )
+from benchmarks.about import About
+from benchmarks.benches import BENCHES
+from benchmarks.budgets import BUDGETS
 from benchmarks.children import ROOT, ChildFailed
 
 SYSTEMS = ("torchft_plus", "torchft")
@@ -115,34 +121,60 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     part.add_argument("--kill-every", type=float, default=12.0, help="seconds between kills (default 12)")
     part.add_argument("--quick", action="store_true", help="one seed and a twentieth of the tokens")
-    return parser.parse_args(arguments)
+    _add_joint_commands(commands, alone)
+    options = parser.parse_args(arguments)
+    if options.command == "all" and options.quick:
+        if options.docs:
+            parser.error("all: --quick makes no figures for docs/: leave out --docs")
+        options.out /= "quick"
+    return options
+
+
+def _add_joint_commands(commands: Any, alone: argparse.ArgumentParser) -> None:
+    part = commands.add_parser("all", parents=[alone], help="the benches one after the other")
+    part.add_argument("--torchft-python", help="Python of an environment that has torchft 0.2.0")
+    absent = ", ".join(name for name, budget in BUDGETS.items() if not budget.by_default)
+    part.add_argument(
+        "--only", nargs="+", choices=list(BUDGETS), metavar="BENCH", help=f"default: all but {absent}"
+    )
+    part.add_argument(
+        "--quick", action="store_true", help="only to see that everything runs; writes into quick/ of --out"
+    )
+    part.add_argument(
+        "--docs", action="store_true", help="make docs/benchmarks.md in the end, as report does"
+    )
+    part = commands.add_parser("report", parents=[alone], help="make docs/benchmarks.md without measuring")
+    part.add_argument("--docs", type=Path, default=run_all.DOCS, help="folder of the page (default: docs)")
 
 
 def main(arguments: list[str]) -> int:
     """Measure, print and write."""
     options = parse(arguments)
-    benches = {
-        "overhead": overhead,
-        "recovery": recovery,
-        "compression": compression,
-        "convergence": convergence,
-        "lighthouse": lighthouse_load,
-        "state": state,
-        "windows": windows,
-    }
-    bench: Any = benches[options.command]
+    if options.command == "all":
+        return run_all.main(options)
+    if options.command == "report":
+        failed = page.write(options.out, options.docs)
+        for line in failed:
+            print(f"scripts/bench: {line}", file=sys.stderr)
+        return 1 if failed else 0
+    return _measure(options, arguments)
+
+
+def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
+    bench = BENCHES[options.command]
     options.scratch = tempfile.mkdtemp(prefix=f"bench-{options.command}-")
     try:
         torchft = None
         if "torchft" in options.systems:
             torchft = torchft_environment.torchft_python(options.torchft_python)
+        about = About(arguments, getattr(options, "seed", None), torchft)
         result = bench.measure(options, torchft)
     except (ChildFailed, RuntimeError) as error:
         print(f"scripts/bench: {error}", file=sys.stderr)
         return 1
     tables = bench.tables(result)
     report.print_tables(tables)
-    for path in report.write(options.out, options.command, result, tables, bench.NOTES):
+    for path in report.write(options.out, options.command, about.finished(), result, tables, bench.NOTES):
         print(path)
     failures = bench.failures(result)
     for failure in failures:

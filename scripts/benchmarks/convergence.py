@@ -8,13 +8,13 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks import lighthouses
+from benchmarks import lighthouses, plots
 from benchmarks.children import ROOT, ChildFailed, Worker, environment
 
 GROUPS = 4
@@ -89,7 +89,8 @@ def measure(options: Any, torchft_python: str | None) -> dict[str, Any]:
                 flush=True,
             )
     result = {"runs": runs, "batches": options.batches, "kill_every_s": options.kill_every}
-    plot(result, options.out / "convergence.png")
+    if plots.available():
+        plots.save(draw(result), options.out / "convergence.png")
     return result
 
 
@@ -250,15 +251,10 @@ def failures(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Curves (mean over the seeds, with their range), and participants below; nothing without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        print("no plot: matplotlib is not installed (pip install '.[plots]')", file=sys.stderr)
-        return
-    figure: Any = Figure(figsize=(8, 6), dpi=100)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+def draw(result: Mapping[str, Any]) -> Any:
+    """Curves (mean over the seeds, with their range), and participants below."""
+    drawn = plots.figure(8, 6)
+    above, below = drawn.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     for name, runs in _by_mode(result).items():
         grid = [VALIDATE_EVERY * n for n in range(1, result["batches"] // VALIDATE_EVERY + 1)]
         curves = [[_at(run["losses"], at) for at in grid] for run in runs]
@@ -283,12 +279,10 @@ def plot(result: dict[str, Any], path: Path) -> None:
     below.set_ylabel("participants")
     below.set_ylim(0, GROUPS + 0.5)
     below.set_xlabel("million tokens, all groups together")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    return drawn
 
 
-def _by_mode(result: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _by_mode(result: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return {
         name: [run for run in result["runs"] if run["mode"] == name]
         for name in MODES

@@ -6,7 +6,6 @@ client (``torchft_members``). Rounds of both are the same: all ask at once, and 
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
@@ -192,7 +191,7 @@ def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
     losses += ["losses of each", "join ms, median"]
     load = max((one["other_load_cores"] for one in loads), default=0.0)
     out = [
-        (f"At rest; others used up to {load:.2f} of {os.cpu_count()} cores", rest, [_rest(x) for x in loads]),
+        (f"At rest; others used up to {load:.2f} cores", rest, [_rest(x) for x in loads]),
         ("A full round: all ask at once, until everybody has the quorum", rounds, [_round(x) for x in loads]),
         ("From a member's death until all others have the next quorum", losses, [_loss(x) for x in loads]),
     ]

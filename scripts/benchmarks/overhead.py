@@ -7,7 +7,6 @@ only of blocks of one system and one round.
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from collections.abc import Generator, Iterator
@@ -58,7 +57,6 @@ class Pair:
     system: str
     modes: tuple[str, ...]
     workers: list[Worker]
-    torch_version: str = ""
     wall_ms: dict[str, list[float]] = field(default_factory=dict)
     cpu_ms: dict[str, list[float]] = field(default_factory=dict)
     faults: dict[str, list[float]] = field(default_factory=dict)
@@ -96,7 +94,6 @@ def measure(options: Any, torchft_python: str | None) -> dict[str, Any]:
     """Measure the chosen workloads; ``torchft_python`` may be None without torchft. Returns what the report needs."""
     rows: list[Row] = []
     others: dict[str, float] = {}
-    versions: dict[str, str] = {}
     for workload in WORKLOADS:
         if workload.name not in options.workloads:
             continue
@@ -111,12 +108,10 @@ def measure(options: Any, torchft_python: str | None) -> dict[str, Any]:
             load = OtherLoad([worker.process.pid for pair in pairs for worker in pair.workers])
             _alternate(pairs, workload, options)
             others[workload.name] = load.cores()
-            versions.update({pair.system: pair.torch_version for pair in pairs})
         rows += [row for pair in pairs for row in _rows(workload, pair)]
     return {
         "rows": [asdict(row) for row in rows],
         "other_load_cores": others,
-        "torch": versions,
         "rounds": options.rounds,
         "block_steps": {workload.name: workload.block_steps for workload in WORKLOADS},
     }
@@ -190,8 +185,9 @@ def _pair(
         workers[0].send(rank=0, store_port=0, **setup)
         port = workers[0].receive(READY_DEADLINE_S)["store_port"]
         workers[1].send(rank=1, store_port=port, **setup)
-        answers = [worker.receive(READY_DEADLINE_S) for worker in workers]
-        yield Pair(system, (*PLAIN_MODES, *addresses), workers, answers[0]["torch"])
+        for worker in workers:
+            worker.receive(READY_DEADLINE_S)
+        yield Pair(system, (*PLAIN_MODES, *addresses), workers)
     finally:
         for worker in workers:
             worker.end()
@@ -208,9 +204,7 @@ def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
             continue
         lines = [_line(row) for row in rows]
         load = result["other_load_cores"][workload.name]
-        title = (
-            f"{workload.title}; {result['rounds']} rounds, others used {load:.2f} of {os.cpu_count()} cores"
-        )
+        title = f"{workload.title}; {result['rounds']} rounds, others used {load:.2f} cores"
         out.append((title, header, lines))
     return out
 

@@ -143,7 +143,7 @@ def main() -> None:
         channel.send(store_port=store.port)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=DEADLINE)
     modes = Modes(options["workload"], rank, options["lighthouses"])
-    channel.send(ready=True, torch=torch.__version__)
+    channel.send(ready=True)
     gc.collect()
     while (command := channel.receive()) is not None:
         channel.send(**run_block(modes.steps[command["mode"]], command["steps"]))

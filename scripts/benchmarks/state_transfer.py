@@ -107,6 +107,8 @@ def _entry(size_mb: int, mode: str, runs: list[dict[str, float]], others: float)
         "gb_s": speed.median,
         "gb_s_p10": speed.p10,
         "gb_s_p90": speed.p90,
+        "gb_s_low": speed.median_low,
+        "gb_s_high": speed.median_high,
         "runs": speed.count,
         "cpu_s_gb": summarize([run["cpu_s"] / size_bytes * 1e9 for run in runs]).median,
         "donor_extra": max(run["donor"] for run in runs) / size_bytes,

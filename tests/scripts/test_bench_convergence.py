@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from benchmarks import convergence, windows  # noqa: E402
+from benchmarks import convergence, plots, windows  # noqa: E402
 from benchmarks.__main__ import main, parse  # noqa: E402
 
 
@@ -43,7 +43,7 @@ def test_convergence_table_and_failures() -> None:
 
 def test_convergence_plot_is_small(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    convergence.plot(_runs(), tmp_path / "plot.png")
+    plots.save(convergence.draw(_runs()), tmp_path / "plot.png")
     assert 0 < (tmp_path / "plot.png").stat().st_size < 200_000
 
 
