@@ -150,38 +150,39 @@ def _add_joint_commands(commands: Any, alone: argparse.ArgumentParser) -> None:
 def main(arguments: list[str]) -> int:
     """Measure, print and write."""
     options = parse(arguments)
-    if options.command == "all":
-        return run_all.main(options)
-    if options.command == "report":
-        failed = page.write(options.out, options.docs)
-        for line in failed:
-            print(f"scripts/bench: {line}", file=sys.stderr)
-        return 1 if failed else 0
-    return _measure(options, arguments)
+    try:
+        if options.command == "all":
+            return _tell(run_all.main(options))
+        if options.command == "report":
+            return _tell(page.write(options.out, options.docs))
+        return _measure(options, arguments)
+    except (ChildFailed, RuntimeError) as error:
+        return _tell([str(error)])
+
+
+def _tell(failures: list[str]) -> int:
+    """Print what went wrong. Returns the exit status."""
+    for failure in failures:
+        print(f"scripts/bench: {failure}", file=sys.stderr)
+    return 1 if failures else 0
 
 
 def _measure(options: argparse.Namespace, arguments: list[str]) -> int:
     bench = BENCHES[options.command]
     options.scratch = tempfile.mkdtemp(prefix=f"bench-{options.command}-")
-    try:
-        torchft = None
-        if "torchft" in options.systems:
-            torchft = torchft_environment.torchft_python(options.torchft_python)
-        about = About(arguments, getattr(options, "seed", None), torchft)
-        result = bench.measure(options, torchft)
-    except (ChildFailed, RuntimeError) as error:
-        print(f"scripts/bench: {error}", file=sys.stderr)
-        return 1
+    torchft = None
+    if "torchft" in options.systems:
+        torchft = torchft_environment.torchft_python(options.torchft_python)
+    about = About(arguments, getattr(options, "seed", None), torchft)
+    result = bench.measure(options, torchft)
     tables = bench.tables(result)
     report.print_tables(tables)
     for path in report.write(options.out, options.command, about.finished(), result, tables, bench.NOTES):
         print(path)
     failures = bench.failures(result)
-    for failure in failures:
-        print(f"scripts/bench: {failure}", file=sys.stderr)
     if not failures:  # otherwise its logs are wanted
         shutil.rmtree(options.scratch, ignore_errors=True)
-    return 1 if failures else 0
+    return _tell(failures)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,8 @@ class Budget:
     quick_deadline_s: float = 5 * MINUTE_S
     by_default: bool = True
     """Part of a run that names no benches."""
+    torchft: bool = True
+    """It measures torchft, too."""
 
 
 BUDGETS = {
@@ -39,7 +41,10 @@ BUDGETS = {
     ),
     "windows": Budget(("--kills", "5"), 20 * MINUTE_S, ("--kills", "1")),
     "compression": Budget(
-        ("--rounds", "20"), 10 * MINUTE_S, ("--rounds", "2", "--sizes", "2", "--width", "64", "--layers", "1")
+        ("--rounds", "20"),
+        10 * MINUTE_S,
+        ("--rounds", "2", "--sizes", "2", "--width", "64", "--layers", "1"),
+        torchft=False,
     ),
-    "convergence": Budget(("--seeds", "3"), 60 * MINUTE_S, ("--quick",), by_default=False),
+    "convergence": Budget(("--seeds", "3"), 60 * MINUTE_S, ("--quick",), by_default=False, torchft=False),
 }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import Any
 
 from benchmarks.figures import summarize
+from benchmarks.groups import VARIANTS
 from benchmarks.plots import COLOURS, figure
-from benchmarks.recovery import VARIANTS
 from benchmarks.state_transfer import TITLES
 
 LEAST_STALL_S = 1e-3
@@ -20,12 +19,12 @@ MODE_COLOURS = {
     "raw": COLOURS["plain torch"],
     "memcpy": "C7",
 }
-ROW_COLOURS = {
-    "torchft_plus": COLOURS["torchft_plus"],
-    "torchft default": COLOURS["torchft"],
-    "torchft tuned": COLOURS["torchft tuned"],
-    "checkpoint-restart": COLOURS["plain torch"],
-}
+
+
+def _logarithmic(axis: Any) -> None:
+    """Plain numbers at the decades, and none between."""
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
 
 
 def gaps(result: Mapping[str, Any]) -> Any:
@@ -44,7 +43,12 @@ def gaps(result: Mapping[str, Any]) -> Any:
         axes.plot(shown, heights, "o", markersize=4, alpha=0.6, color=colour)
         if shown:
             axes.plot([summarize(shown).median] * 2, [place - 0.3, place + 0.3], color=colour, linewidth=2)
+        elif variant["kills"]:
+            axes.annotate(
+                "no survivor", (0.02, place), xycoords=("axes fraction", "data"), fontsize=8, va="center"
+            )
     axes.set_xscale("log")
+    _logarithmic(axes.xaxis)
     axes.set_yticks(range(len(variants)), [variant["title"] for variant in variants], fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("gap of the survivors after a kill, s")
@@ -78,7 +82,7 @@ def transfers(result: Mapping[str, Any]) -> Any:
         )
     axes.set_xticks(range(len(sizes)), [f"{size} MB" for size in sizes])
     axes.set_ylabel("GB/s, median and p10..p90")
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3, axis="y")
     return drawn
@@ -99,30 +103,11 @@ def rounds(result: Mapping[str, Any]) -> Any:
         axes.fill_between(groups, low, high, alpha=0.2, color=COLOURS[system])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    _logarithmic(axes.yaxis)
     ticks = sorted({load["groups"] for load in result["loads"]})
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel("replica groups")
     axes.set_ylabel("a round, ms: median and p10..p90")
-    axes.legend(fontsize=8)
-    axes.grid(alpha=0.3)
-    return drawn
-
-
-def tokens(result: Mapping[str, Any]) -> Any:
-    """``bench goodput``: committed tokens over time, under kills."""
-    drawn = figure(8, 4)
-    axes = drawn.subplots()
-    for row in result["goodput"]["rows"]:
-        points = sorted(row["timeline"])
-        colour = ROW_COLOURS.get(row["name"], "C7")
-        summed = [count / 1e6 for count in accumulate(count for _, count in points)]
-        seconds = [second for second, _ in points]
-        axes.plot(seconds, summed, label=row["name"], color=colour, linewidth=1.5)
-        if row["name"] == "torchft_plus" and points:
-            undisturbed = [row["undisturbed_tokens_per_s"] * second / 1e6 for second in seconds]
-            axes.plot(seconds, undisturbed, ":", label="the same, undisturbed", color=colour, linewidth=1)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("million tokens committed")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     return drawn

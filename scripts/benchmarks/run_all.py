@@ -16,15 +16,22 @@ from benchmarks.children import ROOT
 DOCS = ROOT / "docs"
 
 
-def main(options: Any) -> int:
-    """Run them. Returns the exit status: 1 if one failed."""
+def main(options: Any) -> list[str]:
+    """Run them. Returns what failed, one sentence each.
+
+    Raises:
+        RuntimeError: the environment of torchft could not be made.
+        ChildFailed: processes of a bench cannot be killed, and would disturb the next.
+    """
     # A background job of a shell has SIGINT ignored, and so would a bench that is to be interrupted.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    torchft = torchft_environment.torchft_python(options.torchft_python)  # made once, in nobody's deadline
     names = options.only or [name for name, budget in BUDGETS.items() if budget.by_default]
+    torchft = None
+    if any(BUDGETS[name].torchft for name in names):  # made here once, in nobody's deadline
+        torchft = torchft_environment.torchft_python(options.torchft_python)
     failed: list[str] = []
     for number, name in enumerate(names, 1):
         print(f"{number}/{len(names)} {name}", flush=True)
@@ -36,23 +43,19 @@ def main(options: Any) -> int:
         failed += page.write(out, DOCS)
     else:
         print(f"scripts/bench report makes {DOCS.name}/{page.PAGE} of what is in --out")
-    for line in failed:
-        print(f"scripts/bench: {line}", file=sys.stderr)
-    return 1 if failed else 0
+    return failed
 
 
-def run_one(name: str, out: Path, torchft_python: str, *, quick: bool) -> str:
+def run_one(name: str, out: Path, torchft_python: str | None, *, quick: bool) -> str:
     """Run a bench; its output goes to ``name``.log. Returns why it failed, or nothing.
 
     Where it has written no figures, ``name``.failed.json says so; figures of an earlier run stay.
     """
     arguments = bench_arguments(name, quick=quick)
     places = ["--out", str(out.resolve())]
-    env = {
-        **os.environ,
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}",
-        torchft_environment.VARIABLE: torchft_python,
-    }
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'scripts'}"}
+    if torchft_python is not None:
+        env[torchft_environment.VARIABLE] = torchft_python
     log, figures = out / f"{name}.log", out / f"{name}.json"
     before = _written_ns(figures)
     budget = BUDGETS[name]

@@ -110,6 +110,11 @@ def _exact(value: float | None, text: str = "") -> Cell:
     return NOT_MEASURED if value is None else Figure(value, value, value, text)
 
 
+def _mean_count(counts: Iterable[float]) -> Cell:
+    value = mean(counts)
+    return _exact(value, f"{value:.2f}".rstrip("0").rstrip("."))
+
+
 def _summary(one: Mapping[str, float] | None) -> Cell:
     """A ``figures.Summary`` as JSON has it."""
     return NOT_MEASURED if one is None else Figure(one["median"], one["median_low"], one["median_high"])
@@ -138,7 +143,8 @@ def _recovery(result: Mapping[str, Any]) -> list[Line]:
         return _exact(count / len(kills), f"{count} of {len(kills)}")
 
     def lost(kills: Sequence[Mapping[str, Any]]) -> Cell:
-        return _exact(mean(kill["steps_lost"] for kill in kills))
+        left = [kill["steps_lost"] for kill in kills if kill["stall_s"] is not None]
+        return _mean_count(left) if left else "no survivor"
 
     ddp, single = ("torchft", "torchft-tuned"), ("torchft-allreduce", "torchft-tuned-allreduce")
     return [
@@ -228,34 +234,14 @@ def _windows(result: Mapping[str, Any]) -> list[Line]:
     return [
         Line(
             "inner steps lost by a death in a DiLoCo sync",
-            *cells("lost", lambda values: _exact(mean(values))),
+            *cells("lost", _mean_count),
         ),
         Line("gap of the survivor then, s", *cells("stall_s", _series)),
     ]
 
 
-def _goodput(result: Mapping[str, Any]) -> list[Line]:
-    rows = result.get("goodput", {}).get("rows", [])
-    names = {
-        "here": "torchft_plus",
-        "torchft": "torchft default",
-        "tuned": "torchft tuned",
-        "plain": "checkpoint-restart",
-    }
-
-    def cells(key: str) -> dict[str, Cell]:
-        return {who: _exact((_find(rows, name=name) or {}).get(key)) for who, name in names.items()}
-
-    return [
-        Line("goodput under kills, committed tokens/s", **cells("tokens_per_s"), more_is_better=True),
-        Line("the same, of its undisturbed run", **cells("share_raw"), more_is_better=True),
-        Line("the same, corrected for absent groups", **cells("share_corrected"), more_is_better=True),
-    ]
-
-
 LINES: dict[str, Callable[[Mapping[str, Any]], list[Line]]] = {
     "recovery": _recovery,
-    "goodput": _goodput,
     "overhead": _overhead,
     "state": _state,
     "windows": _windows,
