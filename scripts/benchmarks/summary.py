@@ -178,7 +178,7 @@ def _state(result: Mapping[str, Any]) -> list[Line]:
     found = {who: _find(transfers, size_mb=size_mb, mode=mode) for who, mode in modes.items()}
 
     def memory(one: Mapping[str, Any] | None) -> Cell:
-        return _exact(one["donor_extra"] + one["receiver_extra"] if one else None)
+        return _exact(round(one["donor_extra"] + one["receiver_extra"], 2) if one else None)
 
     def speed(one: Mapping[str, Any] | None) -> Cell:
         return Figure(one["gb_s"], one["gb_s_low"], one["gb_s_high"]) if one else NOT_MEASURED
