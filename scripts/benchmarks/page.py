@@ -31,7 +31,7 @@ def write(folder: Path, docs: Path) -> list[str]:
     if not results:
         return [*failed, f"{folder} has no figures of any bench"]
     pictures = docs / PICTURES
-    pictures.mkdir(parents=True, exist_ok=True)
+    docs.mkdir(parents=True, exist_ok=True)
     sections: list[str] = []
     for name in BENCHES:
         lines, misfit = _section(name, results.get(name), _failure(folder, name), pictures)
