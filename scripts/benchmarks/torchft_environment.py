@@ -10,8 +10,8 @@ from pathlib import Path
 from benchmarks.children import ROOT
 
 FOLDER = ROOT / ".venv-torchft"
-PACKAGES = ("torch==2.13.0", "torchft==0.2.0")
-"""In this order: torchft by itself would bring whichever torch is newest."""
+PACKAGES = ("torch==2.13.0", "torchft==0.2.0", "numpy")
+"""In this order: torchft by itself would bring whichever torch is newest. Its PGTransport needs NumPy, which neither brings."""
 VARIABLE = "TORCHFT_PYTHON"
 
 
