@@ -152,11 +152,13 @@ class DonorConnection:
         self._begin_answer(206, end - start)
         computed: list[str] = []
         for at in range(start, end, PIECE_BYTES):
-            views = plan.memory(at, min(end, at + PIECE_BYTES))
-            self._stream.read_into(views, received)
             checksum = xxhash.xxh3_128()
-            for view in views:
-                checksum.update(view)
+
+            def take(part: memoryview, checksum: xxhash.xxh3_128 = checksum) -> None:
+                checksum.update(part)
+                received(len(part))
+
+            self._stream.read_into(plan.memory(at, min(end, at + PIECE_BYTES)), take)
             computed.append(checksum.hexdigest())
         sent = parse_json(self._answer(MAX_JSON_BYTES), "the list of checksums")
         sums = sent if isinstance(sent, dict) else {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 import time
@@ -75,8 +74,8 @@ def fetch_state(
             four stalls.
         cancel: set it to end the fetch with an error.
         on_progress: called with verified and total bytes, on threads of the fetch.
-        connections_per_donor: default: 2 for a single donor, else 1; also 1 on a machine of one or two cores, where a
-            second one costs a tenth more CPU and gains nothing.
+        connections_per_donor: default: 2 for a single donor, so that one sends while the other compares checksums,
+            else 1.
         security: what donors are shown.
 
     Raises:
@@ -90,7 +89,7 @@ def fetch_state(
         head,
         stall_ms=transfer_stall_ms,
         wait_ms=4 * transfer_stall_ms if wait_ms is None else wait_ms,
-        connections=connections_per_donor or (2 if len(donors) == 1 and (os.cpu_count() or 1) > 2 else 1),
+        connections=connections_per_donor or (2 if len(donors) == 1 else 1),
         on_progress=on_progress or (lambda _done, _total: None),
         security=security,
     )
@@ -239,31 +238,28 @@ class _Fetch:
 
     def _lead(self, address: str) -> None:
         """First connection to a donor: its manifest, then its share of the stripes."""
+        connection: DonorConnection | None = None
         try:
-            manifest = self._ask_manifest(address)
-            if manifest is None:
-                return
+            connection, manifest = self._ask_manifest(address)
             self._accept(address, manifest)
         except (OSError, ValueError, StateError) as error:
+            if connection is not None:
+                self.disconnect(connection)
             if not self.stopped:
                 self.note(f"donor {address}: {describe(error)}")
             return
         for _ in range(self._connections - 1):
             self._start(self._work, address)
-        self._work(address)
+        self._work(address, connection)
 
-    def _ask_manifest(self, address: str) -> Manifest | None:
+    def _ask_manifest(self, address: str) -> tuple[DonorConnection, Manifest]:
+        """The donor's manifest, and the connection that it came by."""
         deadline = time.monotonic() + self._wait_ms / 1000
         failures = 0
-        while not self.stopped:
+        while True:
             left_ms = int(1000 * (deadline - time.monotonic()))
             try:
-                connection = self.connect(address)
-                try:
-                    text = connection.manifest(max(0, min(left_ms, self._stall_ms // 2)))
-                finally:
-                    self.disconnect(connection)
-                return parse_manifest(text, self._head)
+                return self._manifest_by_a_new_connection(address, left_ms)
             except DonorRefusal as error:
                 if error.status != 503 or left_ms <= 0:
                     raise
@@ -271,7 +267,15 @@ class _Fetch:
                 failures += 1
                 if failures >= MAX_FAILURES or self.stopped:
                     raise
-        return None
+
+    def _manifest_by_a_new_connection(self, address: str, left_ms: int) -> tuple[DonorConnection, Manifest]:
+        connection = self.connect(address)
+        try:
+            text = connection.manifest(max(0, min(left_ms, self._stall_ms // 2)))
+            return connection, parse_manifest(text, self._head)
+        except BaseException:
+            self.disconnect(connection)
+            raise
 
     def _accept(self, address: str, manifest: Manifest) -> None:
         """The first manifest that fits is the plan; the others must be the same."""
@@ -285,12 +289,12 @@ class _Fetch:
         if replace(manifest, header_bytes=first.header_bytes) != first:
             raise StateError(f"its manifest differs from that of {self._plan_donor} for the same version")
 
-    def _work(self, address: str) -> None:
+    def _work(self, address: str, connection: DonorConnection | None = None) -> None:
         """Fetch stripes from one donor until nothing is wanted, or the donor has failed too often."""
         plan, stripes = self._plan, self._stripes
         assert plan is not None
         assert stripes is not None
-        worker = FetchWorker(self, address, plan, stripes)
+        worker = FetchWorker(self, address, plan, stripes, connection)
         with self._lock:
             self._workers.append(worker)
         try:

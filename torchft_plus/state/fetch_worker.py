@@ -77,14 +77,22 @@ class FetchWorker:
         address: of the donor.
         plan: where the bytes go.
         stripes: what is wanted.
+        connection: an open one to begin with.
     """
 
-    def __init__(self, host: FetchHost, address: str, plan: LoadPlan, stripes: Stripes) -> None:
+    def __init__(
+        self,
+        host: FetchHost,
+        address: str,
+        plan: LoadPlan,
+        stripes: Stripes,
+        connection: DonorConnection | None = None,
+    ) -> None:
         self._host = host
         self._address = address
         self._plan = plan
         self._stripes = stripes
-        self._connection: DonorConnection | None = None
+        self._connection = connection
         self._asked: deque[tuple[int, int]] = deque()
         self._announced = 0
         self._failures = 0

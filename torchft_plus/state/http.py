@@ -181,15 +181,19 @@ class Views:
         """Nothing is left."""
         return self._index >= len(self._views)
 
-    def advance(self, count: int) -> None:
-        """``count`` bytes of it are done."""
+    def advance(self, count: int) -> list[memoryview]:
+        """``count`` bytes of it are done. Returns where they lie."""
+        parts: list[memoryview] = []
         while count:
             view = self._views[self._index]
             if count < len(view):
                 self._views[self._index] = view[count:]
-                return
+                parts.append(view[:count])
+                break
+            parts.append(view)
             count -= len(view)
             self._index += 1
+        return parts
 
 
 class TooSlow(TimeoutError):
@@ -282,9 +286,9 @@ class Stream:
         return head[: end + 4]
 
     def read_into(
-        self, views: Sequence[memoryview], received: Callable[[int], None] = lambda _count: None
+        self, views: Sequence[memoryview], received: Callable[[memoryview], None] = lambda _part: None
     ) -> None:
-        """Fill ``views`` in order; ``received`` is told the size of each part as it comes.
+        """Fill ``views`` in order; ``received`` is given each part as it comes, while it is in the processor's cache.
 
         Raises:
             ProtocolError: the other side closed before all bytes were there.
@@ -298,12 +302,13 @@ class Stream:
                 batch[0][:count] = self._left[:count]
                 self._left = self._left[count:]
             else:
-                # An SSLSocket takes one piece of memory at a time.
-                count = self.socket.recv_into(batch[0]) if self._tls else self.socket.recvmsg_into(batch)[0]
+                # An SSLSocket takes one piece of memory at a time; for a single one recvmsg is slower.
+                one = self._tls or len(batch) == 1
+                count = self.socket.recv_into(batch[0]) if one else self.socket.recvmsg_into(batch)[0]
                 if not count:
                     raise ProtocolError("the connection broke off inside of an answer")
-            target.advance(count)
-            received(count)
+            for part in target.advance(count):
+                received(part)
             if not target.done:
                 pace.passed(count)
 

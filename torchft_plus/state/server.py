@@ -330,10 +330,12 @@ class StateServer:
         if reader is None:
             stream.write(memory)
             return True
-        checksum = xxhash.xxh3_128()
+        stream.write(memory)
+        checksum = (
+            xxhash.xxh3_128()
+        )  # afterwards: the reader is not kept waiting, and what changes meanwhile is torn
         for view in memory:
             checksum.update(view)
-        stream.write(memory)
         whole = start % PIECE_BYTES == 0 and stop == min(version.size_bytes, (piece_index + 1) * PIECE_BYTES)
         if whole:
             with self._store.changed:
