@@ -100,7 +100,8 @@ def _measured(bench: Any, result: dict[str, Any], picture: str) -> list[str]:
     lines += [f"**Failed:** {without_places(failure)}\n" for failure in bench.failures(result)]
     lines += [f"![{picture}]({PICTURES}/{picture})", ""] if picture else []
     for title, header, rows in bench.tables(result):
-        lines += [f"**{title}**", "", *report.markdown_table(header, rows), ""]
+        shown = [[without_places(cell) for cell in row] for row in rows]
+        lines += [f"**{title}**", "", *report.markdown_table(header, shown), ""]
     return [*lines, *(f"- {note}" for note in result["notes"]), ""]
 
 

@@ -41,7 +41,7 @@ def run(name: str, command: Sequence[str], env: Mapping[str, str], log: Path, de
         ChildFailed: descendants cannot be killed.
     """
     _adopt_orphans()
-    before = _children()
+    before = children_of(os.getpid())
     began = time.monotonic()
     log.unlink(missing_ok=True)
     child = Child(name, command, env, log)
@@ -79,7 +79,7 @@ def _sweep(spared: set[int]) -> int:
     """Kill all children but those, and what they leave behind in turn. Returns how many that were."""
     killed: set[int] = set()
     end = time.monotonic() + SWEEP_S
-    while children := _children() - spared:
+    while children := children_of(os.getpid()) - spared:
         if time.monotonic() > end:
             raise ChildFailed(f"processes {sorted(children)} cannot be killed")
         for pid in children:
@@ -91,15 +91,16 @@ def _sweep(spared: set[int]) -> int:
     return len(killed)
 
 
-def _children() -> set[int]:
+def children_of(pid: int) -> set[int]:
+    """Ids of the processes whose parent that is, ended ones that it has not waited for included."""
     found: set[int] = set()
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
             continue
-        if int(fields[1]) == os.getpid():
+        if int(fields[1]) == pid:
             found.add(int(entry.name))
     return found

@@ -6,8 +6,11 @@ import json
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from benchmarks import page, report, run_all, summary  # noqa: E402
+from benchmarks import page, report, run_all, summary, supervised  # noqa: E402
 from benchmarks.__main__ import main, parse  # noqa: E402
 from benchmarks.about import About, command_line  # noqa: E402
 from benchmarks.benches import BENCHES  # noqa: E402
@@ -130,6 +133,41 @@ def test_a_bench_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     assert about["command"] == "scripts/bench compression --rounds 1 --sizes 2 --width 16 --layers 1"
     assert about["seconds"] > 0
     assert not (tmp_path / "compression.failed.json").exists()
+
+
+ENDED = """
+import sys
+from benchmarks import __main__, budgets, supervised
+supervised.INTERRUPT_S = 1.0
+budgets.BUDGETS["compression"] = budgets.Budget(("--rounds", "1000000", "--sizes", "2"), 600.0, (), torchft=False)
+sys.exit(__main__.main(["all", "--only", "compression", "--out", sys.argv[1]]))
+"""
+
+
+def test_all_that_is_told_to_end_takes_its_bench_with_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDED, str(tmp_path)]
+    every = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _until(lambda: len(_descendants(every.pid)) == 3, 60.0)  # the bench and its two workers
+        began = _descendants(every.pid)
+        every.send_signal(signal.SIGTERM)
+        assert every.wait(60.0) == 128 + signal.SIGTERM
+    finally:
+        every.kill()
+        every.wait()
+    assert not any(Path(f"/proc/{pid}").exists() for pid in began)
+
+
+def _until(condition: Callable[[], bool], timeout_s: float) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _descendants(pid: int) -> set[int]:
+    children = supervised.children_of(pid)
+    return children.union(*map(_descendants, children))
 
 
 def test_figures_take_an_older_failure_away(tmp_path: Path) -> None:
@@ -332,7 +370,7 @@ def test_pictures_are_small_and_of_these_figures_only(tmp_path: Path) -> None:
     text, failed = _make(tmp_path, recovery=RECOVERY, lighthouse=LIGHTHOUSE, state=STATE)
     assert failed == []
     pictures = tmp_path / "docs" / page.PICTURES
-    assert {path.name for path in pictures.iterdir()} == {"recovery.png", "lighthouse.png", "state.png"}
+    assert {path.name for path in pictures.iterdir()} == {*("recovery.png", "lighthouse.png", "state.png")}
     assert all(0 < path.stat().st_size < 80_000 for path in pictures.iterdir())
     assert all(f"]({page.PICTURES}/{path.name})" in text for path in pictures.iterdir())
     (tmp_path / "state.json").unlink()
