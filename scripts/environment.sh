@@ -18,7 +18,7 @@ find_python() {
 # make_environment FOLDER TORCHTITAN_VERSION EXTRA...
 # An environment that is good already, with these extras or more, is left as it is.
 make_environment() {
-    local folder=$1 torchtitan=$2 python stamp extra
+    local folder=$1 torchtitan=$2 python stamp extra kept=()
     shift 2
     stamp=$(sha256sum pyproject.toml | cut -c1-16)-$torchtitan-$TORCH
     if [[ -x $folder/bin/python && -f $folder/.made && $(head -n 1 "$folder/.made") == "$stamp" ]]; then
@@ -27,6 +27,7 @@ make_environment() {
             grep -qx "$extra" "$folder/.made" || missing+=("$extra")
         done
         [[ ${#missing[@]} -eq 0 ]] && return
+        mapfile -t kept < <(tail -n +2 "$folder/.made")
     else
         python=$(find_python)
         rm -rf "$folder"
@@ -36,5 +37,5 @@ make_environment() {
     fi
     echo "installing torchft-plus[$(IFS=,; echo "$*")] and torchtitan $torchtitan into $folder"
     "$folder/bin/pip" install -qq -e ".[$(IFS=,; echo "$*")]" "torchtitan==$torchtitan" "$TORCH"
-    printf '%s\n' "$stamp" "$@" >"$folder/.made"
+    printf '%s\n' "$stamp" "${kept[@]}" "$@" >"$folder/.made"
 }

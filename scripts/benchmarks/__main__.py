@@ -163,7 +163,7 @@ def main(arguments: list[str]) -> int:
 def _tell(failures: list[str]) -> int:
     """Print what went wrong. Returns the exit status."""
     for failure in failures:
-        print(f"scripts/bench: {failure}", file=sys.stderr)
+        print(f"{run_all.SAID}{failure}", file=sys.stderr)
     return 1 if failures else 0
 
 

@@ -14,6 +14,8 @@ from benchmarks.budgets import BUDGETS
 from benchmarks.children import ROOT
 
 DOCS = ROOT / "docs"
+SAID = "scripts/bench: "
+"""What the failures that a bench tells begin with."""
 
 
 def main(options: Any) -> list[str]:
@@ -60,16 +62,15 @@ def run_one(name: str, out: Path, torchft_python: str | None, *, quick: bool) ->
     before = _written_ns(figures)
     budget = BUDGETS[name]
     deadline_s = budget.quick_deadline_s if quick else budget.deadline_s
-    command = [sys.executable, "-m", "benchmarks", *arguments, *places]
+    # Unbuffered, so that its log has tables and errors in the order in which they came.
+    command = [sys.executable, "-u", "-m", "benchmarks", *arguments, *places]
     ending = supervised.run(f"bench {name}", command, env, log, deadline_s)
     print(f"  {ending.seconds:.0f} s, exit status {ending.status}, see {log}", flush=True)
     if ending.left_behind:
         print(f"  it left {ending.left_behind} processes behind: killed", flush=True)
     if ending.status == 0:
         return ""
-    reason = _last_line(log) or f"exit status {ending.status}"
-    if ending.timed_out:
-        reason = f"not done within {deadline_s:g} s"
+    reason = f"not done within {deadline_s:g} s" if ending.timed_out else reason_in(log, ending.status)
     if _written_ns(figures) == before:
         report.write_failure(out, name, command_line(arguments), reason)
     return reason
@@ -85,6 +86,11 @@ def _written_ns(path: Path) -> int | None:
     return path.stat().st_mtime_ns if path.exists() else None
 
 
-def _last_line(log: Path) -> str:
+def reason_in(log: Path, status: int) -> str:
+    """Why a bench failed: what it said itself, else the end of its log."""
+    if status < 0:
+        return f"ended by signal {-status}"
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines()]
-    return next((line for line in reversed(lines) if line), "").removeprefix("scripts/bench: ")
+    said = [line.removeprefix(SAID) for line in lines if line.startswith(SAID)]
+    last = [line for line in lines if line][-1:]
+    return "; ".join(said or last) or f"exit status {status}"

@@ -170,6 +170,26 @@ def _descendants(pid: int) -> set[int]:
     return children.union(*map(_descendants, children))
 
 
+@pytest.mark.parametrize(
+    ("log", "status", "reason"),
+    [
+        (
+            "a table\nscripts/bench: two differ\nscripts/bench: three, too\n/out/x.md\n",
+            1,
+            "two differ; three, too",
+        ),
+        ("Traceback ...\nKeyError: 'x'\n\n", 1, "KeyError: 'x'"),
+        ("", 3, "exit status 3"),
+        ("half a tab", -9, "ended by signal 9"),
+    ],
+)
+def test_the_reason_of_a_failure_is_what_the_bench_says(
+    tmp_path: Path, log: str, status: int, reason: str
+) -> None:
+    (tmp_path / "log").write_text(log)
+    assert run_all.reason_in(tmp_path / "log", status) == reason
+
+
 def test_figures_take_an_older_failure_away(tmp_path: Path) -> None:
     report.write_failure(tmp_path, "windows", "scripts/bench windows", "it broke")
     report.write(tmp_path, "windows", ABOUT, {"systems": []}, [], [])
