@@ -5,6 +5,7 @@
     scripts/bench compression  bytes, time and error of a sync in fp32, bf16, int8 and fp8
     scripts/bench convergence  loss after the same tokens: data-parallel and DiLoCo, undisturbed and with kills
     scripts/bench windows      inner steps that a survivor loses when one of two DiLoCo groups dies in a sync
+    scripts/bench goodput      tokens committed with a group killed every 20 s, and after single faults; also torchrun
     scripts/bench lighthouse   what 16 to 4,096 replica groups cost a Lighthouse, and how fast it answers them
     scripts/bench state        transfer of 64 MB to 2 GB to a group that joins, and what the others feel of it
     scripts/bench all          one after the other, about 75 minutes on two idle cores (convergence: only if named, 20 minutes)
@@ -26,6 +27,7 @@ from typing import Any
 from benchmarks import (
     compression,
     convergence,
+    goodput,
     lighthouse_load,
     overhead,
     page,
@@ -73,6 +75,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     part.add_argument("--kills", type=int, default=10, help="of each variant (default 10)")
     variants = list(recovery.VARIANTS)
     part.add_argument("--variants", nargs="+", choices=variants, default=variants, help="default: all")
+    part = commands.add_parser("goodput", parents=[common], help="tokens committed while groups are killed")
+    goodput.add_options(part)
     part = commands.add_parser("lighthouse", parents=[common], help="load on the Lighthouse")
     groups = lighthouse_load.GROUPS
     part.add_argument("--groups", nargs="+", type=int, default=groups, help=f"default: {groups}")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from benchmarks import compression, convergence, lighthouse_load, overhead, recovery, state, windows
+from benchmarks import compression, convergence, goodput, lighthouse_load, overhead, recovery, state, windows
 
 BENCHES: dict[str, Any] = {
     "overhead": overhead,
     "recovery": recovery,
+    "goodput": goodput,
     "lighthouse": lighthouse_load,
     "state": state,
     "windows": windows,

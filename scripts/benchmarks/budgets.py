@@ -26,6 +26,12 @@ class Budget:
 BUDGETS = {
     "overhead": Budget(("--rounds", "40"), 20 * MINUTE_S, ("--rounds", "2")),
     "recovery": Budget(("--kills", "10"), 45 * MINUTE_S, ("--kills", "1")),
+    "goodput": Budget(
+        ("--seconds", "300", "--kill-every", "20", "--undisturbed-seconds", "60"),
+        90 * MINUTE_S,
+        ("--quick",),
+        quick_deadline_s=20 * MINUTE_S,
+    ),
     "lighthouse": Budget(
         ("--groups", "16", "128", "512", "1024", "4096", "--rest", "20", "--rounds", "100", "--losses", "50"),
         45 * MINUTE_S,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import time
@@ -18,9 +19,18 @@ def busy_s() -> float:
 
 
 def process_s(pid: int) -> float:
-    """CPU seconds of a process, all threads."""
+    """CPU seconds of a process, all threads; with those of the children that it has waited for."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / _TICKS_PER_S
+    return sum(map(int, fields[11:15])) / _TICKS_PER_S
+
+
+def others_s(own: list[int]) -> float:
+    """CPU seconds spent since boot by processes other than this one and ``own``; of those some may have ended."""
+    own_s = 0.0
+    for pid in [*own, os.getpid()]:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            own_s += process_s(pid)
+    return busy_s() - own_s
 
 
 class OtherLoad:
@@ -31,15 +41,12 @@ class OtherLoad:
     """
 
     def __init__(self, own: list[int]) -> None:
-        self._own = [*own, os.getpid()]
-        self._start, self._busy = time.monotonic(), self._others_s()
+        self._own = own
+        self._start, self._busy = time.monotonic(), others_s(own)
 
     def cores(self) -> float:
         """Cores used by others, in the mean."""
-        return max(0.0, (self._others_s() - self._busy) / (time.monotonic() - self._start))
-
-    def _others_s(self) -> float:
-        return busy_s() - sum(process_s(pid) for pid in self._own)
+        return max(0.0, (others_s(self._own) - self._busy) / (time.monotonic() - self._start))
 
 
 class RunLoad:
