@@ -8,7 +8,7 @@
     scripts/bench goodput      tokens committed with a group killed every 20 s, and after single faults; also torchrun
     scripts/bench lighthouse   what 16 to 4,096 replica groups cost a Lighthouse, and how fast it answers them
     scripts/bench state        transfer of 64 MB to 2 GB to a group that joins, and what the others feel of it
-    scripts/bench all          one after the other, about 75 minutes on two idle cores (convergence: only if named, 20 minutes)
+    scripts/bench all          one after the other: 75 minutes on two idle cores, 40 more for goodput (convergence if named: 20)
     scripts/bench report       docs/benchmarks.md and its plots, from what the others have written into --out
 
 torchft is measured in an environment of its own: .venv-torchft, made at need, or the one that --torchft-python or

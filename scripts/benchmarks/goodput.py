@@ -275,7 +275,8 @@ NOTES = [
     " (torchft knows no such report). In checkpoint-restart torchrun does it (monitor interval 0.1 s).",
     f"checkpoint-restart: torchrun --standalone, three ranks of plain DDP over gloo; a copy of the state each {CHECKPOINT_EVERY}"
     " steps, written by a thread beside training, to a file in the page cache (no fsync): as cheap as it gets here; on a"
-    " cluster it is dearer. Its undisturbed rate includes its checkpoints.",
+    " cluster it is dearer. Its undisturbed rate includes its checkpoints. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as with the"
+    " default of torch 2.13 a restart over gloo finds the addresses of dead ranks in torchrun's store, and hangs.",
     "one machine: a restart takes CPU from the survivors in every row (three at a time under torchrun), which a cluster would not"
     " see; no scheduler has to find a new node; gloo, no accelerator. One run a row: no spread.",
 ]

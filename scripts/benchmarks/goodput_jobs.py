@@ -202,7 +202,9 @@ class TorchrunRanks:
         }
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1000"]
         command += [f"--nproc-per-node={GROUPS}", "-m", "benchmarks.checkpoint_worker", json.dumps(options)]
-        env = environment([ROOT, ROOT / "scripts"], RES_OPTIONS="timeout:1 attempts:1")
+        # With torchrun's default the store outlives a restart with the addresses of the dead ranks in it, and gloo hangs.
+        own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        env = environment([ROOT, ROOT / "scripts"], RES_OPTIONS="timeout:1 attempts:1", **own_store)
         self._torchrun = Worker("torchrun", command, env, self._folder / "torchrun.log", on_line=self._take)
         return self
 

@@ -32,7 +32,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One fault. ``ended`` undoes it after ``FAULT_S``."""
+    """One fault; ``end`` undoes it after ``FAULT_S``."""
 
     title: str
     begin: Callable[[Groups], None]
@@ -97,7 +97,7 @@ class Outcome:
 
 def measure(options: Any, torchft_python: str | None, workload: Workload) -> list[dict[str, Any]]:
     """Play the chosen scenarios with each system. Returns their outcomes."""
-    window_s = 10.0 if options.quick else WINDOW_S
+    window_s, watch_s = (10.0, 20.0) if options.quick else (WINDOW_S, WATCH_S)
     outcomes: list[dict[str, Any]] = []
     for name in options.scenarios:
         for system, variant in SYSTEMS.items():
@@ -106,7 +106,7 @@ def measure(options: Any, torchft_python: str | None, workload: Workload) -> lis
             folder = Path(options.scratch) / f"{name}-{variant}"
             with Groups(VARIANTS[variant], folder, torchft_python, 1, workload) as groups:
                 try:
-                    outcome = _Play(name, system, groups, window_s).run()
+                    outcome = _Play(name, system, groups, window_s, watch_s).run()
                 except ChildFailed as error:
                     outcome = Outcome(name, system, error=str(error))
             outcomes.append(asdict(outcome))
@@ -117,9 +117,9 @@ def measure(options: Any, torchft_python: str | None, workload: Workload) -> lis
 class _Play:
     """One scenario with one system."""
 
-    def __init__(self, name: str, system: str, groups: Groups, window_s: float) -> None:
+    def __init__(self, name: str, system: str, groups: Groups, window_s: float, watch_s: float) -> None:
         self._name, self._system, self._groups = name, system, groups
-        self._window_s = window_s
+        self._window_s, self._watch_s = window_s, watch_s
         self._scenario = SCENARIOS[name]
         self._survivors = [one for one in groups.names if one not in self._scenario.hits]
         self._fault = 0.0
@@ -155,7 +155,7 @@ class _Play:
     def _watch(self) -> float:
         """Until the window is over and all survivors go on, or have ended, or for the longest time. Returns when."""
         undo = self._scenario.end
-        while (now := time.monotonic()) < self._fault + WATCH_S:
+        while (now := time.monotonic()) < self._fault + self._watch_s:
             if undo is not None and now >= self._fault + FAULT_S:
                 undo(self._groups)
                 undo = None
