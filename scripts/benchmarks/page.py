@@ -22,7 +22,7 @@ DRAWINGS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 }
 _MISFIT = (KeyError, IndexError, TypeError, ValueError, AttributeError, ZeroDivisionError)
 """What comes of figures that another version of a bench has written, or of none."""
-_PLACE = re.compile(r"(?<![\w.])/(?:[\w.+-]+/)+([\w.+-]*)")
+_PLACE = re.compile(r"(?<![\w.:/])/(?:[\w.+-]+/)+([\w.+-]*)")
 
 
 def write(folder: Path, docs: Path) -> list[str]:

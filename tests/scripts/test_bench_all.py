@@ -419,7 +419,7 @@ def test_figures_have_three_digits(value: float, shown: str) -> None:
     ("text", "shown"),
     [
         ("see /tmp/bench-1/a.log", "see a.log"),
-        ("0.9 GB/s, 1/2 of it", "0.9 GB/s, 1/2 of it"),
+        ("0.9 GB/s, 1/2 of http://it/is/so", "0.9 GB/s, 1/2 of http://it/is/so"),
         ("docs/x/y.md and (/a/b/c)", "docs/x/y.md and (c)"),
     ],
 )
