@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.children import ROOT
-from benchmarks.machine import RunLoad
+from benchmarks.machine import OtherLoad
 
 _PRIVATE = ("--out", "--torchft-python")
 """Options that name places of this machine and change nothing of what is measured."""
@@ -34,7 +34,7 @@ class About:
 
     def __init__(self, arguments: list[str], seed: int | None, torchft_python: str | None) -> None:
         self._began = time.monotonic()
-        self._load = RunLoad()
+        self._load = OtherLoad([])  # its children have ended when it is asked
         self._fields: dict[str, Any] = {
             "time": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
             "command": command_line(arguments),
@@ -55,7 +55,7 @@ class About:
     def finished(self) -> dict[str, Any]:
         """All of it; called when the processes of the bench have ended."""
         lasted_s = round(time.monotonic() - self._began, 1)
-        return {**self._fields, "seconds": lasted_s, "others_used_cores": round(self._load.others_cores(), 2)}
+        return {**self._fields, "seconds": lasted_s, "others_used_cores": round(self._load.cores(), 2)}
 
 
 def command_line(arguments: list[str]) -> str:

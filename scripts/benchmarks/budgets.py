@@ -29,8 +29,11 @@ BUDGETS = {
     "goodput": Budget(
         ("--seconds", "300", "--kill-every", "20", "--undisturbed-seconds", "60"),
         90 * MINUTE_S,
-        ("--quick",),
-        quick_deadline_s=20 * MINUTE_S,
+        (
+            *("--quick", "--scenarios", "lighthouse"),
+            *("--rows", "torchft_plus", "torchft tuned", "checkpoint-restart"),
+        ),
+        quick_deadline_s=12 * MINUTE_S,
     ),
     "lighthouse": Budget(
         ("--groups", "16", "128", "512", "1024", "4096", "--rest", "20", "--rounds", "100", "--losses", "50"),

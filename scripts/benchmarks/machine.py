@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import time
 from pathlib import Path
 
@@ -47,20 +46,3 @@ class OtherLoad:
     def cores(self) -> float:
         """Cores used by others, in the mean."""
         return max(0.0, (others_s(self._own) - self._busy) / (time.monotonic() - self._start))
-
-
-class RunLoad:
-    """Counts from its creation what neither this process nor the children that it has waited for use."""
-
-    def __init__(self) -> None:
-        self._start, self._busy = time.monotonic(), busy_s() - _own_s()
-
-    def others_cores(self) -> float:
-        """Cores used by others, in the mean; exact once all children have ended."""
-        return max(0.0, (busy_s() - _own_s() - self._busy) / (time.monotonic() - self._start))
-
-
-def _own_s() -> float:
-    """CPU seconds of this process and of all children that have ended."""
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)

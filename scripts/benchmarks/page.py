@@ -16,6 +16,7 @@ PAGE, PICTURES = "benchmarks.md", "benchmarks"
 TEMPLATE = Path(__file__).with_name("page_template.md")
 DRAWINGS: dict[str, Callable[[Mapping[str, Any]], Any]] = {
     "recovery": page_plots.gaps,
+    "goodput": page_plots.tokens,
     "state": page_plots.transfers,
     "lighthouse": page_plots.rounds,
     "convergence": convergence.draw,
@@ -116,6 +117,8 @@ def _draw(name: str, result: dict[str, Any], path: Path) -> str:
 
 def _drawable(name: str, result: dict[str, Any]) -> bool:
     """Parts of a bench can be left out when it is run."""
+    if name == "goodput":
+        return bool(result["goodput"]["rows"])
     needed = {"state": "transfer", "recovery": "variants", "lighthouse": "loads"}
     return name not in needed or bool(result.get(needed[name]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from benchmarks.figures import summarize
@@ -17,6 +18,13 @@ MODE_COLOURS = {
     "http": COLOURS["torchft"],
     "pg": COLOURS["torchft tuned"],
     "raw": COLOURS["plain torch"],
+}
+ROW_COLOURS = {
+    "torchft_plus": COLOURS["torchft_plus"],
+    "torchft default": COLOURS["torchft"],
+    "torchft tuned": COLOURS["torchft tuned"],
+    "torchft tuned, allreduce": COLOURS["torchft tuned"],
+    "checkpoint-restart": COLOURS["plain torch"],
 }
 
 
@@ -107,6 +115,28 @@ def rounds(result: Mapping[str, Any]) -> Any:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set_xlabel("replica groups")
     axes.set_ylabel("a round, ms: median and p10..p90")
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    return drawn
+
+
+def tokens(result: Mapping[str, Any]) -> Any:
+    """``bench goodput``: committed tokens over time, under kills."""
+    drawn = figure(8, 4)
+    axes = drawn.subplots()
+    for row in result["goodput"]["rows"]:
+        if not row.get("timeline"):
+            continue  # a job that never trained
+        counts = [count / 1e3 for _, count in sorted(row["timeline"])]
+        seconds = range(len(counts) + 1)
+        colour = ROW_COLOURS.get(row["name"], "C7")
+        dashes = "--" if "allreduce" in row["name"] else "-"  # the same system another way
+        axes.plot(seconds, list(accumulate(counts, initial=0.0)), dashes, label=row["name"], color=colour)
+        if row["name"] == "torchft_plus":
+            undisturbed = [row["undisturbed_tokens_per_s"] * second / 1e3 for second in seconds]
+            axes.plot(seconds, undisturbed, ":", label="the same, undisturbed", color=colour, linewidth=1)
+    axes.set_xlabel("seconds")
+    axes.set_ylabel("thousand tokens committed")
     axes.legend(fontsize=8)
     axes.grid(alpha=0.3)
     return drawn

@@ -12,9 +12,11 @@ from statistics import mean
 from typing import Any
 
 from benchmarks.figures import summarize
+from benchmarks.goodput_scenarios import SCENARIOS
 from benchmarks.report import Table
 
 NOT_MEASURED = "not measured"
+FAILED = "failed, see below"
 NOTHING = "-"
 """There is no such thing: a comparison that would make no sense."""
 ROUNDS = (128, 512, 1024)
@@ -240,8 +242,51 @@ def _windows(result: Mapping[str, Any]) -> list[Line]:
     ]
 
 
+def _goodput(result: Mapping[str, Any]) -> list[Line]:
+    rows = result.get("goodput", {}).get("rows", [])
+
+    def best(prefix: str) -> Mapping[str, Any]:
+        """Of the ways to run a system, the one that commits most."""
+        own = [row for row in rows if row["name"].startswith(prefix)]
+        return max(own, key=lambda row: row.get("tokens_per_s", -1.0), default={})
+
+    names = {"here": "torchft_plus", "torchft": "torchft default", "tuned": "torchft tuned"}
+    found = {who: best(prefix) for who, prefix in {**names, "plain": "checkpoint-restart"}.items()}
+
+    def cells(key: str) -> dict[str, Cell]:
+        return {who: _exact(row.get(key)) if key in row or not row else FAILED for who, row in found.items()}
+
+    lines = [
+        Line("goodput under kills, committed tokens/s", **cells("tokens_per_s"), more_is_better=True),
+        Line("the same, of its undisturbed run", **cells("share_raw"), more_is_better=True),
+        Line("the same, corrected for absent groups", **cells("share_corrected"), more_is_better=True),
+    ]
+    return lines + [_fault(name, result.get("scenarios", [])) for name in SCENARIOS]
+
+
+def _fault(name: str, outcomes: Iterable[Mapping[str, Any]]) -> Line:
+    def cell(system: str) -> Cell:
+        outcome = _find(outcomes, scenario=name, system=system)
+        if outcome is None:
+            return NOT_MEASURED
+        if outcome["error"]:
+            return FAILED
+        share = outcome["share"]
+        ended_s = outcome["ended_s"]
+        return _exact(
+            share, "" if ended_s is None else f"{digits(share)}, all ended after {digits(ended_s)} s"
+        )
+
+    return Line(
+        f"{SCENARIOS[name].title}: the others' steps then, of undisturbed",
+        *map(cell, ("torchft_plus", "torchft default", "torchft tuned")),
+        more_is_better=True,
+    )
+
+
 LINES: dict[str, Callable[[Mapping[str, Any]], list[Line]]] = {
     "recovery": _recovery,
+    "goodput": _goodput,
     "overhead": _overhead,
     "state": _state,
     "windows": _windows,

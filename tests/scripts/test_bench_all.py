@@ -303,6 +303,66 @@ STATE = {
 }
 
 
+def _goodput_row(name: str, tokens_per_s: float, timeline: list[list[int]]) -> dict[str, Any]:
+    counts = dict.fromkeys(
+        ("kills", "kills_skipped", "steps_lost", "restarts", "own_deaths", "total_losses"), 0
+    )
+    return {
+        "name": name,
+        "ended_early": "",
+        "undisturbed_tokens_per_s": 100.0,
+        "tokens_per_s": tokens_per_s,
+        "share_raw": tokens_per_s / 100,
+        "share_corrected": tokens_per_s / 80,
+        "share_corrected_restart": tokens_per_s / 90,
+        "absences": [],
+        "deaths": [],
+        "digests_differ": 0,
+        "digests_compared": 3,
+        "others_cores": [0.1, 0.2],
+        "timeline": timeline,
+        **counts,
+    }
+
+
+def _outcome(system: str, share: float, ended_s: float | None, error: str = "") -> dict[str, Any]:
+    return {
+        "scenario": "lighthouse",
+        "system": system,
+        "normal_steps_per_s": 5.0,
+        "window_s": 30.0,
+        "steps": 9,
+        "share": share,
+        "longest_gap_s": 0.3,
+        "steps_lost": 0,
+        "survivors_died": 0,
+        "went_on": ended_s is None,
+        "ended_s": ended_s,
+        "victim_back_s": None,
+        "digests_differ": 0,
+        "error": error,
+    }
+
+
+GOODPUT = {
+    "settings": {"groups": 3, "seconds": 40.0, "kill_every_s": 20.0, "state_bytes": 1000},
+    "goodput": {
+        "rows": [
+            _goodput_row("torchft_plus", 72.0, [[0, 10], [1, 20]]),
+            _goodput_row("torchft tuned", 20.0, [[0, 5], [1, 5]]),
+            _goodput_row("torchft tuned, allreduce", 40.0, [[0, 9], [1, 9]]),
+            {"name": "torchft default", "ended_early": "it does not train, see /tmp/x/y.log"},
+            _goodput_row("checkpoint-restart", 50.0, []),
+        ]
+    },
+    "scenarios": [
+        _outcome("torchft_plus", 1.0, None),
+        _outcome("torchft default", 0.0, 60.1),
+        _outcome("torchft tuned", 0.0, None, error="it did not start"),
+    ],
+}
+
+
 def _make(folder: Path, **results: dict[str, Any]) -> tuple[str, list[str]]:
     """The page of these results, and what was said to be wrong."""
     for name, result in results.items():
@@ -353,6 +413,22 @@ def test_the_page_has_every_bench_its_origin_and_its_failures(tmp_path: Path) ->
     assert "/tmp/" not in text
 
 
+def test_goodput_in_the_summary_takes_each_system_at_its_best(tmp_path: Path) -> None:
+    text, failed = _make(tmp_path, goodput=GOODPUT)
+    assert failed == []
+    tokens = _row(text, "goodput under kills, committed tokens/s")
+    assert tokens[:5] == ["72.0", "failed, see below", "40.0", "50.0", "1.80 x"]
+    corrected = _row(text, "the same, corrected for absent groups")
+    assert corrected[:4] == ["0.900", "failed, see below", "0.500", "0.625"]
+    (fault,) = [
+        line for line in text.splitlines() if line.startswith("| Lighthouse killed, back after 10 s: ")
+    ]
+    assert "| 1.00 | 0, all ended after 60.1 s | failed, see below | - | - |" in fault
+    assert "/tmp/" not in text
+    assert "**Failed:** torchft default: it does not train, see y.log" in text
+    assert "not measured" in next(line for line in text.splitlines() if line.startswith("| a group frozen"))
+
+
 def test_odd_figures_are_shown_without_ratios(tmp_path: Path) -> None:
     odd = {
         "variants": [_variant("plus", [_kill(math.nan), _kill(0.0)]), _variant("torchft", [_kill(math.inf)])]
@@ -387,10 +463,12 @@ def test_nothing_measured_makes_no_page(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_pictures_are_small_and_of_these_figures_only(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    text, failed = _make(tmp_path, recovery=RECOVERY, lighthouse=LIGHTHOUSE, state=STATE)
+    text, failed = _make(tmp_path, recovery=RECOVERY, lighthouse=LIGHTHOUSE, state=STATE, goodput=GOODPUT)
     assert failed == []
     pictures = tmp_path / "docs" / page.PICTURES
-    assert {path.name for path in pictures.iterdir()} == {*("recovery.png", "lighthouse.png", "state.png")}
+    assert {path.name for path in pictures.iterdir()} == {
+        *("recovery.png", "lighthouse.png", "state.png", "goodput.png")
+    }
     assert all(0 < path.stat().st_size < 80_000 for path in pictures.iterdir())
     assert all(f"]({page.PICTURES}/{path.name})" in text for path in pictures.iterdir())
     (tmp_path / "state.json").unlink()
