@@ -185,9 +185,10 @@ def _state(result: Mapping[str, Any]) -> list[Line]:
     def speed(one: Mapping[str, Any] | None) -> Cell:
         return Figure(one["gb_s"], one["gb_s_low"], one["gb_s_high"]) if one else NOT_MEASURED
 
-    def p95(system: str, throttled: bool) -> Cell:
+    def meanwhile(system: str, throttled: bool, place: int, base: int) -> Cell:
+        """A quantile of the steps during a download, of one of the normal steps."""
         entry = _find(result.get("steps", []), system=system, throttled=throttled)
-        return _exact(entry["during_ms"][1] / entry["normal_ms"][1] if entry else None)
+        return _exact(entry["during_ms"][place] / entry["normal_ms"][base] if entry else None)
 
     size = f" of {size_mb} MB" if size_mb else ""
     lines = [
@@ -202,8 +203,12 @@ def _state(result: Mapping[str, Any]) -> list[Line]:
         ),
     ]
     for throttled, link in ((True, "a slow link"), (False, "a fast link")):
-        cells = [p95(system, throttled) for system in ("torchft_plus", "torchft")]
-        lines.append(Line(f"survivors' p95 step while a joiner fetches, {link}, of the normal p95", *cells))
+        for what, place, base in (("p95 step", 1, 1), ("worst step", 2, 0)):
+            of = ("median", "p95")[base]
+            cells = [meanwhile(system, throttled, place, base) for system in ("torchft_plus", "torchft")]
+            lines.append(
+                Line(f"survivors' {what} while a joiner fetches, {link}, of the normal {of}", *cells)
+            )
     return lines
 
 
