@@ -31,7 +31,7 @@ from torchft_plus.process_group.bind import bind_address
 from torchft_plus.process_group.deadline import DeadlineExceeded, call_within, run_in_background
 from torchft_plus.process_group.dispatch import as_process_group
 from torchft_plus.process_group.gloo_sockets import Endpoint, GroupSockets, find_sockets, parse_listener
-from torchft_plus.process_group.lane import Capabilities, Lane, LaneError, LaneSpec
+from torchft_plus.process_group.lane import Capabilities, Lane, LaneError, LaneSpec, LaneTimeout
 from torchft_plus.process_group.local import LocalLane
 from torchft_plus.process_group.operation import LaneOperation, check_arguments, check_exchange, ended
 from torchft_plus.process_group.posting_order import Place, PostingOrder
@@ -315,29 +315,34 @@ class GlooBackend:
         """Build a lane, all peers connected. Blocks up to its deadline, without the GIL; any thread.
 
         Raises:
-            LaneError: a peer did not arrive or left during the build; says who, where the store knows.
+            LaneTimeout: a peer did not arrive in time; says who, where the store knows.
+            LaneError: a peer left during the build.
         """
         if spec.world_size == 1:
             return LocalLane(spec, lambda: _alone(spec, self._host or "127.0.0.1"))
         host = self._host or bind_address(spec.store)
+        timeout_ms = spec.build_timeout_ms or spec.timeout_ms
+        started_s = time.monotonic()
         try:
             group = call_within(
-                (spec.build_timeout_ms or spec.timeout_ms) + _BUILD_GRACE_MS,
+                timeout_ms + _BUILD_GRACE_MS,
                 lambda: _build(spec, host),
                 f"build gloo lane {spec.quorum_id}",
                 discard=_Group.retire,
             )
         except DeadlineExceeded as error:
-            raise LaneError(f"{error}: the store of the lane does not answer") from error
+            raise LaneTimeout(f"{error}: the store of the lane does not answer") from error
         except (
             Exception
         ) as error:  # torch raises RuntimeError and its own types for store and connection failures
             missing = _missing_ranks(spec)
             detail = f"; not there: replica rank {', '.join(map(str, missing))}" if missing else ""
-            raise LaneError(
-                f"the gloo lane of quorum {spec.quorum_id} could not be built{detail} ({error})",
-                missing[0] if len(missing) == 1 else None,
-            ) from error
+            peer_rank = missing[0] if len(missing) == 1 else None
+            lane = f"the gloo lane of quorum {spec.quorum_id}"
+            if time.monotonic() - started_s >= timeout_ms / 1000:
+                text = f"{lane} timed out after {timeout_ms / 1000:g} seconds{detail} ({error})"
+                raise LaneTimeout(text, peer_rank) from error
+            raise LaneError(f"{lane} could not be built{detail} ({error})", peer_rank) from error
         return GlooLane(group)
 
 

@@ -41,6 +41,10 @@ class LaneError(RuntimeError):
         self.peer_rank = peer_rank
 
 
+class LaneTimeout(LaneError, TimeoutError):
+    """It was not there in time: for those who catch ``TimeoutError``, as around torchft's groups in child processes."""
+
+
 class Operation(Protocol):
     """A started operation. It always ends: done, or failed (by a peer, by ``Lane.abort`` or by the deadline)."""
 

@@ -109,6 +109,8 @@ class OuterLoop:
         self._spoilt = False
         self._joined = False
         """This window began between two syncs of the others, and ends when they come to theirs."""
+        self._origin = 0
+        """The sync that this run began after, if this group was there from its beginning: a checkpoint's."""
         self._since_set = [0] * len(fragments)
         """Inner steps since each fragment was last taken over from the others."""
         self._tokens_since_set = [0.0] * len(fragments)
@@ -158,6 +160,8 @@ class OuterLoop:
             return False
         self._opened = True
         self._next_window()
+        if not self._joined:
+            self._origin = self._manager.current_step()
         return self._joined
 
     def inner_step_done(
@@ -223,7 +227,7 @@ class OuterLoop:
         """What this group's pseudo-gradient counts."""
         if self._timed is not None:
             return self._tokens_since_set[turn]
-        full = self._schedule.is_full(self._manager.current_step(), self._since_set[turn])
+        full = self._schedule.is_full(self._manager.current_step() - self._origin, self._since_set[turn])
         return 1.0 if full else 0.0
 
     def _sync(

@@ -104,7 +104,7 @@ class Schedule:
         """Has a group done its whole share before the sync after ``committed_syncs``?
 
         Args:
-            committed_syncs: as above.
+            committed_syncs: since the run began, or went on from a checkpoint.
             inner_steps: since it last took over this fragment (or the whole model) from the others.
         """
         windows = min(committed_syncs + 1, self.fragments)  # at first a fragment's turn comes early

@@ -227,6 +227,23 @@ def test_a_checkpoint_brings_back_global_copy_and_momentum(make_manager: MakeMan
     assert resumed.weight.item() == straight.weight.item()
 
 
+def test_a_run_that_goes_on_from_a_checkpoint_loses_no_window_of_any_fragment(
+    make_manager: MakeManager,
+) -> None:
+    """All groups begin anew there, so the first turn of a fragment comes early, as at step 0: it counts all the same."""
+    manager = make_manager()
+    manager.load_state_dict({"step": 2, "batches_committed": 4})
+    model = nn.ModuleList([Scalar(10.0), Scalar(20.0)])
+    one, two = model[0], model[1]
+    assert isinstance(one, Scalar) and isinstance(two, Scalar)
+    inner = sgd(model, 1.0)
+    with DiLoCo(manager, [one, two], inner, [sgd(one, 0.5), sgd(two, 0.5)], sync_every=4):
+        for _ in range(4):
+            descend(inner, one.weight, two.weight)
+    assert (one.weight.item(), two.weight.item()) == (7.0, 18.0)
+    assert manager.current_step() == 4
+
+
 def test_tied_and_frozen_parameters(make_manager: MakeManager) -> None:
     first, second = Scalar(1.0), Scalar(2.0)
     second.tied = first.weight
