@@ -310,6 +310,11 @@ class Roster:
         )
         return self.wakeups.now_ms - self.word_ms >= enough_ms
 
+    def _hears_strangers(self) -> bool:
+        """True if somebody new asks, and need not wait for members that may live: this Lighthouse is not cut off."""
+        asks = (peer for peer in self.peers.values() if peer.connected and peer.ask is not None)
+        return self.config.lost_is_gone and any(not self.is_member(peer) for peer in asks)
+
     def heard(self, peer: Peer, position: Position) -> None:
         """A whole position came from ``peer``."""
         previous = peer.position
@@ -400,6 +405,7 @@ class Roster:
         """Mark who has become silent, and whose stream did not come back (rule L6)."""
         limit_ms = self.config.timeouts.heartbeat_timeout_ms
         deaf = self._hears_nobody() and all(peer and not peer.lost for _, peer in self.members(self.q_last))
+        deaf = deaf and not self._hears_strangers()
         for peer in self.peers.values():
             if peer.connected and self.wakeups.due(peer.heard_ms + limit_ms + 1):
                 self._judge_silent(peer, deaf, f"silent for more than {limit_ms} ms")
@@ -438,7 +444,7 @@ class Roster:
                     f"silent, and not back {self.config.restart_grace_ms} ms after others were heard again",
                 )
         elif peer.held:
-            if self.wakeups.due(peer.heard_ms + self.config.certainly_gone_ms):
+            if self._hears_strangers() or self.wakeups.due(peer.heard_ms + self.config.certainly_gone_ms):
                 self._lose(peer, f"silent for {broken_ms} ms, as all others are")
         elif self._may_reconnect(peer):
             return

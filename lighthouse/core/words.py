@@ -34,8 +34,8 @@ class CoreConfig:
     alone_at_once: bool = False
     """With ``min_replicas`` 1, too, the first quorum forms when all who are there have asked."""
     lost_is_gone: bool = False
-    """Whoever is lost or overdue is not waited for, though it may hold the only state: the members answer for their
-    states themselves, and P1 and P2 are not promised to them."""
+    """Whoever is lost or overdue is not waited for, though it may hold the only state, and members of whom none is heard
+    keep out nobody who asks: the members answer for their states themselves, and P1 and P2 are not promised to them."""
     timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:

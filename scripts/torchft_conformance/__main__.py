@@ -6,6 +6,7 @@ Nothing of the checkout is copied or changed; each file runs in a process of its
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import subprocess
 import sys
@@ -16,10 +17,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
 
+from torchft_conformance.crutches import CRUTCHES
 from torchft_conformance.not_applicable import FILES
 
 _MARK = "not applicable: "
 FILE_TIMEOUT_S = 1_500
+_NEEDED = {"pytest": "pytest", "pytest_timeout": "pytest-timeout", "parameterized": "parameterized"}
+_ADDED = "Given to the tests beyond torchft's public API:\n" + "\n".join(
+    f"- {one.replace('`', '')}" for one in CRUTCHES
+)
 
 
 @dataclass
@@ -100,7 +106,12 @@ def table(outcomes: list[Outcome]) -> str:
 
 def main() -> int:
     """Exit status 1 if a test failed."""
-    parser = argparse.ArgumentParser("scripts/conformance", description=__doc__)
+    parser = argparse.ArgumentParser(
+        "scripts/conformance",
+        description=__doc__,
+        epilog=_ADDED,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("checkout", type=Path, help="a checkout of github.com/meta-pytorch/torchft")
     parser.add_argument(
         "--file", action="append", help="only this file, for example lighthouse_test.py; repeatable"
@@ -113,6 +124,14 @@ def main() -> int:
         parser.error(
             f"{options.checkout} is no checkout of torchft: {package}/manager_integ_test.py is missing"
         )
+    missing = [name for module, name in _NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        parser.error(
+            f"{sys.executable} lacks {', '.join(missing)}, which torchft's tests need: install them there"
+        )
+    unknown = [file for file in options.file or [] if not (package / file).is_file()]
+    if unknown:
+        parser.error(f"there is no {unknown[0]} in {package}")
     files = options.file or sorted(str(path.relative_to(package)) for path in package.rglob("*_test.py"))
     outcomes: list[Outcome] = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -11,10 +11,8 @@ FILES: dict[str, str] = {
     "checkpointing/rwlock_test.py": f"{INTERNAL} (_rwlock)",
     "checkpointing/transport_test.py": "holds no tests, only what the other transport tests share",
     "collectives_test.py": "needs GPUs",
-    "coordination_test.py": "looks at docstrings, also of ManagerServer and ManagerClient, which have no counterpart",
+    "coordination_test.py": 'imports ManagerServer and ManagerClient, which have no counterpart; looks for "Args:" in docstrings',
     "ddp_test.py": f"mocks the Manager and expects calls that torchft makes inside ({INTERNAL}: _ManagedWork)",
-    "diloco_regression_test.py": "moves torchft's step on by hand inside DiLoCo (start_quorum, twice should_commit), and its "
-    "golden values count from there",
     "fsdp_test.py": "needs GPUs",
     "futures_test.py": f"{INTERNAL} (_TIMEOUT_MANAGER)",
     "local_sgd_test.py": f"mocks the Manager and reads torchft's private fragments ({INTERNAL})",
@@ -27,19 +25,22 @@ FILES: dict[str, str] = {
 """Whole files, by their path in the package."""
 
 TESTS: dict[str, str] = {
-    r"::test_quorum_timeout": "expects the words of torchft's Rust client, and starts one rank of two: here a Manager waits for "
-    "the group's other ranks in its constructor",
+    r"::test_quorum_timeout": 'expects the words of torchft\'s Rust client ("status: Cancelled"), and starts one rank of two: '
+    "here a Manager waits for the group's other ranks in its constructor",
     r"::test_checkpoint_server_locking": f"{INTERNAL} (_checkpoint_lock, _disallowed, _step)",
-    r"::test_checkpoint_server_\d": "expects urllib's exceptions",
-    r"::test_heartbeat_round_trip": "expects that a stranger takes over at once when the only member has gone silent: here nobody "
-    "does while that may live (docs/design.md, L6)",
-    r"::test_functional_collectives": "expects torch's numbering as the name of a group; ours is made by one rank alone",
-    r"_with_resiliency_\d+_(send_recv|broadcast|broadcast_one)$": "a member shuts its group down while the others still work on "
-    "it: here it ends for all; theirs passes when the others are quick",
-    r"::test_reconfigure_baby_process_group": f"{INTERNAL} (the child process of a Baby group)",
-    r"::test_baby_gloo_timeout": "expects the words of torchft's child process",
-    r"::test_baby_gloo_apis": "expects the words of torchft's child process",
-    r"::test_managed_process_group": "expects that a coalesced reduction bypasses the Manager",
+    r"::test_checkpoint_server_\d": "expects exceptions and words of urllib; ours are TimeoutError and StateError. The other tests "
+    "of the transport make the same round trip",
+    r"::test_functional_collectives": "expects str(torch.distributed.get_pg_count() - 1) as the name of a registered group; ours "
+    "is made by one rank alone, which torch's counter is not meant for",
+    r"_with_resiliency_\d+_(send_recv|broadcast|broadcast_one)$": "a race: the rank that is to fail takes no part in the last "
+    "exchange of the others, or is done with it before them, and closes its connections at once; gloo then fails what they still "
+    "have in flight. It passes where closing takes longer than their exchange",
+    r"::test_reconfigure_baby_process_group": f"{INTERNAL} (the pipes and process of a Baby group: _future_pipe, _p)",
+    r"::test_baby_gloo_apis": "counts what is in flight in torchft's child process (num_active_work), and expects its pipe's words",
+    r"::test_managed_process_group": "mocks the Manager (with its private _pg), and expects that one of three reductions "
+    "and all other collectives go past it: here what would bypass the vote is refused",
+    r"::test_diloco_mocked_failure_recovery": "its golden values have a restarted group train on its initial parameters until the "
+    "next sync; ours begins at the global ones",
 }
 """Single tests: a regular expression for "file::class::test", and the reason."""
 

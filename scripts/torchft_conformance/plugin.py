@@ -1,34 +1,22 @@
-"""Loaded into pytest: puts torchft_plus in torchft's place, and lets torchft's test modules be found in the checkout.
-
-Two of torchft's private names are given to its tests: ``Manager._manager_state_dict`` with its entries
-``StreamingDiLoCoFragment_N``, through which all tests of DiLoCo look at the outcome, and ``http_transport._time``, with which its
-benchmark takes the time.
-"""
+"""Loaded into pytest: puts torchft_plus in torchft's place, and lets torchft's test modules be found in the checkout."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
-import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
-import torch
 
+from torchft_conformance.crutches import give
 from torchft_conformance.not_applicable import reason_for
-from torchft_plus.checkpointing import http_transport
 from torchft_plus.compat.alias import install
-from torchft_plus.manager.manager import Manager
-from torchft_plus.semi_sync.diloco import DiLoCo
 
-INNER_STEP_S = 0.1
 PACKAGE = Path(os.environ["TORCHFT_CHECKOUT"]) / "torchft"
 
 
@@ -52,43 +40,9 @@ class _Tests(MetaPathFinder):
         return None
 
 
-def _remember_diloco() -> None:
-    plain = DiLoCo.__init__
-
-    def remembering(self: DiLoCo, manager: Manager, *arguments: Any, **named: Any) -> None:
-        plain(self, manager, *arguments, **named)
-        manager.__dict__["diloco_of_test"] = self
-        # torchft's members wait for a joiner, ours do not (P4): all 16 inner steps of 1 ms would be over before it has come.
-        inner: torch.optim.Optimizer = named.get("inner_optimizer") or arguments[1]
-        inner.register_step_post_hook(lambda *_: time.sleep(INNER_STEP_S))
-
-    def manager_state_dict(self: Manager) -> dict[str, Any]:
-        saved = self.__dict__["diloco_of_test"].state_dict()["fragments"]
-        fragments = {
-            f"StreamingDiLoCoFragment_{index}": {
-                "original_parameters": {
-                    name.partition(".")[2]: tensor for name, tensor in fragment["parameters"].items()
-                },
-                "outer_optimizer": fragment["outer_optimizer"],
-            }
-            for index, fragment in enumerate(saved)
-        }
-        return {"user": fragments, "torchft": self.state_dict()}
-
-    setattr(DiLoCo, "__init__", remembering)  # noqa: B010
-    setattr(Manager, "_manager_state_dict", manager_state_dict)  # noqa: B010
-
-
-@contextmanager
-def _time(name: str) -> Generator[None]:
-    del name
-    yield
-
-
 install()
-setattr(http_transport, "_time", _time)  # noqa: B010
 sys.meta_path.insert(0, _Tests())
-_remember_diloco()
+give()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

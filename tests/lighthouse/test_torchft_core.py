@@ -289,6 +289,34 @@ def test_a_cut_of_the_lighthouse_from_all_members_loses_nobody() -> None:
     assert driver.ask_all("a b c", 1)[0].answer.quorum_id == first.id
 
 
+def test_a_newcomer_takes_over_from_a_silent_only_member_after_the_heartbeat_limit() -> None:
+    """Its word is from outside: the Lighthouse is not cut off. The silent one heals, or is healed from, when it is back."""
+    driver = TorchftDriver()
+    first = driver.form("a", step=7)
+    driver.wait(4_000)
+    b = driver.ask("b", 0)
+    driver.wait(900, "b")
+    assert b.open, "a may be in a long step"
+    driver.wait(1_200, "b")
+    assert b.members == "b" and b.answer.quorum_id > first.id
+    driver.beat("a")  # it was frozen
+    a = driver.ask("a", 7)
+    assert driver.ask("b", 1).members == a.members == "a b"
+    assert a.steps == [7, 1], "b heals from a"
+
+
+def test_a_newcomer_takes_over_from_members_whose_connections_broke_in_a_long_silence() -> None:
+    driver = TorchftDriver()
+    driver.form("a b")
+    driver.wait(4_500)
+    driver.die("a")
+    driver.die("b")
+    driver.wait(RETURN_GRACE_MS + 200)
+    c = driver.ask("c", 0)
+    driver.wait(300, "c")
+    assert c.members == "c"
+
+
 def test_ids_grow_after_a_lost_store() -> None:
     """torchft's own Lighthouse begins at 1 again, and replicas that met that id before keep their old process group."""
     driver = TorchftDriver()
