@@ -64,5 +64,5 @@ def __getattr__(name: str) -> Any:
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _HOMES:
-        absent(__name__, name)
+        return absent(__name__, name)
     return getattr(importlib.import_module(_HOMES[name]), name)

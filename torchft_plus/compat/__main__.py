@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from torchft_plus.compat.alias import install
+from torchft_plus.compat.spawned import follow
 
 
 def main() -> int:
@@ -26,6 +27,7 @@ def main() -> int:
             print("-m needs the name of a module", file=sys.stderr)
             return 2
         sys.argv = arguments[1:]
+        follow(module=arguments[1])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return 0
     script = Path(arguments[0])
@@ -34,6 +36,7 @@ def main() -> int:
         return 2
     sys.argv = arguments
     sys.path.insert(0, str(script.resolve().parent))
+    follow(path=str(script.resolve()))
     runpy.run_path(str(script), run_name="__main__")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NoReturn
 
 _OWN_SERVER = "each Manager has its server inside: pass lighthouse_addr and replica_id to Manager"
@@ -17,15 +18,27 @@ ABSENT = {
 }
 
 
-def absent(module: str, name: str) -> NoReturn:
-    """For a module's ``__getattr__``: say what to do instead of ``name``, if it is torchft's.
+@cache
+def absent(module: str, name: str) -> type:
+    """For a module's ``__getattr__``: what stands in for ``name``, if it is torchft's and has no counterpart.
+
+    Scripts import such names for a branch that they do not take (torchft's own ``train_ddp.py``: XCCL): only who makes one
+    learns that it is not there.
+
+    Returns:
+        A class of which there are no instances: making one raises RuntimeError with what to do instead.
 
     Raises:
-        ImportError: it is one of torchft's names that has no counterpart.
         AttributeError: it is not known at all.
     """
     instead = ABSENT.get(f"{module}.{name}")
-    if instead is not None:
-        theirs = f"{module}.{name}".replace("torchft_plus", "torchft", 1)
-        raise ImportError(f"{theirs} has no counterpart in torchft_plus: {instead} (docs/from-torchft.md)")
-    raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    if instead is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    theirs = f"{module}.{name}".replace("torchft_plus", "torchft", 1)
+    sentence = f"{theirs} has no counterpart in torchft_plus: {instead} (docs/from-torchft.md)"
+
+    def refuse(cls: type, *arguments: object, **named: object) -> NoReturn:
+        del cls, arguments, named
+        raise RuntimeError(sentence)
+
+    return type(name, (), {"__new__": refuse, "__doc__": sentence, "__module__": module})

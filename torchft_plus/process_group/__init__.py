@@ -32,5 +32,5 @@ __all__ = [*_HOMES, *_ALIASES]  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     name = _ALIASES.get(name, name)
     if name not in _HOMES:
-        absent(__name__, name)
+        return absent(__name__, name)
     return getattr(importlib.import_module(_HOMES[name]), name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -76,9 +77,11 @@ def test_what_is_not_offered_is_in_the_guide() -> None:
     assert not missing, f"docs/from-torchft.md does not say what to do instead of {missing}"
 
 
-def test_a_name_that_is_not_offered_says_what_to_do() -> None:
-    with pytest.raises(ImportError, match=r"ManagerServer has no counterpart .* pass lighthouse_addr"):
-        ours("torchft.coordination.ManagerServer")
+def test_a_name_that_is_not_offered_can_be_imported_and_says_what_to_do() -> None:
+    server = ours("torchft.coordination.ManagerServer")
+    with pytest.raises(RuntimeError, match=r"ManagerServer has no counterpart .* pass lighthouse_addr"):
+        server(replica_id="a")
+    assert not isinstance(object(), ours("torchft.ProcessGroupXCCL")), "its branch is not taken"
 
 
 def run(code: str) -> str:
@@ -114,3 +117,45 @@ def test_the_alias_refuses_to_come_too_late() -> None:
         "    print(error)\n"
     )
     assert said.startswith("torchft is imported already")
+
+
+SPAWNING = """
+import multiprocessing, sys, torchft
+
+class Answer:
+    def __init__(self): self.name = torchft.ProcessGroupGloo.__module__
+
+def work(queue):
+    queue.put(Answer())
+
+if __name__ == "__main__":
+    for method in ("fork", "spawn", "forkserver"):
+        context = multiprocessing.get_context(method)
+        queue = context.SimpleQueue()
+        child = context.Process(target=work, args=(queue,))
+        child.start()
+        answer = queue.get()
+        child.join()
+        assert isinstance(answer, Answer)
+        print(method, answer.name.partition(".")[0], child.exitcode)
+    sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize("words", [["script.py"], ["-m", "folder.script"]])
+def test_processes_that_a_script_starts_have_the_alias(tmp_path: Path, words: list[str]) -> None:
+    for name in ("script.py", "folder/script.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(SPAWNING)
+    command = [sys.executable, "-m", "torchft_plus.compat", *words]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    said = done.stdout.splitlines()
+    assert said == [f"{method} torchft_plus 0" for method in ("fork", "spawn", "forkserver")], done.stderr
+    assert done.returncode == 7, "the script's own status"
