@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from cluster import Cluster
+from cluster import Cluster, free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(120)]
 SCRIPTS = Path(__file__).with_name("torchft_scripts")
@@ -27,9 +30,38 @@ class TorchftCluster(Cluster):
     def words(self) -> list[str]:
         return ["-m", "torchft_plus.compat", *super().words()]
 
-    def result(self, group: str) -> list[str]:
+    def results(self, group: str) -> list[str]:
+        """A line of each rank, in order of rank."""
         lines = (self.folder / f"{group}.0.log").read_text().splitlines()
-        return next(line for line in lines if line.startswith("result ")).split()
+        return sorted(line for line in lines if line.startswith("result "))
+
+    def stop_at(self, step: int) -> None:
+        self.stop.with_suffix(".new").write_text(str(step))
+        self.stop.with_suffix(".new").rename(self.stop)
+
+
+class Torchrun(TorchftCluster):
+    """The same, each group of two ranks, started by ``torchrun``."""
+
+    def words(self) -> list[str]:
+        port = f"--master_port={free_port()}"
+        return ["-m", "torch.distributed.run", "--nproc_per_node=2", port, *super().words()]
+
+    def kill_rank(self, group: str, rank: int) -> float:
+        """torchrun ends the group's other ranks, and itself; returns when the kill was."""
+        os.kill(self.events(group, "start", rank)[-1]["pid"], signal.SIGKILL)
+        when = time.time()
+        assert self.wait(group, 60) != 0
+        return when
+
+    def close(self) -> None:
+        for process in (process for group in self.processes.values() for process in group):
+            process.terminate()  # it ends its ranks; killed at once, it would leave them
+        try:
+            for group in self.processes:
+                self.wait(group, 60)
+        finally:
+            super().close()
 
 
 @pytest.fixture
@@ -54,10 +86,38 @@ def test_a_killed_group_heals(cluster: TorchftCluster, steps: int) -> None:
     cluster.start("script_1")
     cluster.until_event("script_1", "level", after=when)
     last = cluster.step("script_0") + steps
-    cluster.stop.with_suffix(".new").write_text(str(last))
-    cluster.stop.with_suffix(".new").rename(cluster.stop)
+    cluster.stop_at(last)
     for group in GROUPS:
         assert cluster.wait(group, 60) == 0, cluster.logs()
-    assert cluster.result("script_0") == cluster.result("script_1")
+    assert len(cluster.results("script_0")) == 1
+    assert cluster.results("script_0") == cluster.results("script_1")
     assert cluster.step("script_0") == last
     cluster.assert_no_step_lost("script_0")
+
+
+@pytest.fixture
+def torchrun(tmp_path: Path) -> Iterator[Torchrun]:
+    made = Torchrun(tmp_path / "cluster", expected=2, script=SCRIPTS / "train_ddp.py")
+    made.start_lighthouse()
+    yield made
+    made.close()
+    print(made.logs())
+
+
+def test_a_group_of_two_ranks_under_torchrun_loses_one_and_heals(torchrun: Torchrun) -> None:
+    for group in GROUPS:
+        torchrun.start(group)
+    for group in GROUPS:
+        torchrun.until_step(group, 10)
+    when = torchrun.kill_rank("script_1", 1)
+    torchrun.until_step("script_0", torchrun.step("script_0") + 2)
+    torchrun.start("script_1")
+    torchrun.until_event("script_1", "level", after=when)
+    last = torchrun.step("script_0") + 20
+    torchrun.stop_at(last)
+    for group in GROUPS:
+        assert torchrun.wait(group, 60) == 0, torchrun.logs()
+    results = torchrun.results("script_0")
+    assert results == torchrun.results("script_1")
+    assert len({line.split()[3] for line in results}) == 2, "each rank has a model of its own"
+    torchrun.assert_no_step_lost("script_0")

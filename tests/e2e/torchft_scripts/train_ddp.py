@@ -15,6 +15,7 @@ from torchft import DistributedDataParallel, DistributedSampler, Manager, Optimi
 from torchft.checkpointing.http_transport import HTTPTransport
 
 GROUP = int(os.environ["REPLICA_GROUP_ID"])
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 STOP = Path(os.environ["SCRIPT_STOP"])
 
 
@@ -31,7 +32,7 @@ def main():
     torch.set_num_threads(1)
     numbers = Numbers()
     sampler = DistributedSampler(
-        numbers, replica_rank=GROUP, num_replica_groups=2, group_rank=0, num_replicas=1, shuffle=True
+        numbers, replica_rank=GROUP, num_replica_groups=2, group_rank=RANK, num_replicas=RANKS, shuffle=True
     )
     loader = torch.utils.data.DataLoader(numbers, batch_size=8, sampler=sampler)
 
@@ -68,7 +69,9 @@ def main():
                 digest = hashlib.sha256()
                 for value in model.state_dict().values():
                     digest.update(value.numpy().tobytes())
-                print(f"result {manager.current_step()} {digest.hexdigest()} {manager.batches_committed()}")
+                print(
+                    f"result {RANK} {manager.current_step()} {digest.hexdigest()} {manager.batches_committed()}"
+                )
                 manager.shutdown()
                 return
 

@@ -67,7 +67,7 @@ def main():
                 digest = hashlib.sha256()
                 for value in model.state_dict().values():
                     digest.update(value.numpy().tobytes())
-                print(f"result {manager.current_step()} {digest.hexdigest()} {manager.batches_committed()}")
+                print(f"result 0 {manager.current_step()} {digest.hexdigest()} {manager.batches_committed()}")
                 manager.shutdown()
                 return
 
