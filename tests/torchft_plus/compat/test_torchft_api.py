@@ -14,6 +14,8 @@ import pytest
 import torchft_api
 
 ROOT = Path(__file__).resolve().parents[3]
+OWN_PYTHON = ROOT / ".venv-torchft" / "bin" / "python"
+TORCHFT_PYTHON = os.environ.get("TORCHFT_PYTHON") or (str(OWN_PYTHON) if OWN_PYTHON.exists() else None)
 
 
 def ours(name: str) -> Any:
@@ -75,6 +77,23 @@ def test_what_is_not_offered_is_in_the_guide() -> None:
     guide = (ROOT / "docs" / "from-torchft.md").read_text()
     missing = [name for name in torchft_api.NOT_OFFERED if f"`{name.removeprefix('torchft.')}`" not in guide]
     assert not missing, f"docs/from-torchft.md does not say what to do instead of {missing}"
+
+
+@pytest.mark.skipif(
+    TORCHFT_PYTHON is None, reason="no torchft: set TORCHFT_PYTHON to a Python with torchft 0.2.0"
+)
+def test_the_list_of_names_is_whole() -> None:
+    """Each public name of the real torchft is one of the list, or belongs to one that is not offered."""
+    assert TORCHFT_PYTHON is not None
+    walk = Path(__file__).with_name("torchft_walk.py")
+    done = subprocess.run([TORCHFT_PYTHON, str(walk)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    names = done.stdout.split()
+    known = {*torchft_api.FUNCTIONS, *torchft_api.VALUES, *torchft_api.CLASSES}
+    known |= {f"{name}.{method}" for name, cls in torchft_api.CLASSES.items() for method in cls}
+    absent = tuple(f"{name}." for name in torchft_api.NOT_OFFERED)
+    assert len(names) > 200
+    assert not [name for name in names if name not in known and not f"{name}.".startswith(absent)]
 
 
 def test_a_name_that_is_not_offered_can_be_imported_and_says_what_to_do() -> None:
