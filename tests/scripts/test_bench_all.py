@@ -146,7 +146,8 @@ sys.exit(__main__.main(["all", "--only", "compression", "--out", sys.argv[1]]))
 
 def test_all_that_is_told_to_end_takes_its_bench_with_it(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDED, str(tmp_path)]
-    every = subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    env = {**ENVIRONMENT, "TMPDIR": str(tmp_path)}  # a bench that is ended leaves its logs
+    every = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         _until(lambda: len(_descendants(every.pid)) == 3, 60.0)  # the bench and its two workers
         began = _descendants(every.pid)
