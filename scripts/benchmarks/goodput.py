@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +17,7 @@ from benchmarks.children import ChildFailed
 from benchmarks.goodput_account import Part, Strike, corrected, schedule
 from benchmarks.goodput_jobs import CHECKPOINT_EVERY, Job, SupervisedGroups, TorchrunRanks
 from benchmarks.groups import GROUPS, VARIANTS
-from benchmarks.machine import others_s
+from benchmarks.machine import busy_s, own_s
 from benchmarks.workload import Workload
 
 WORKLOAD = Workload(
@@ -82,6 +82,14 @@ def measure(options: Any, torchft_python: str | None) -> dict[str, Any]:
     return {"settings": settings, "goodput": {"rows": rows}, "scenarios": scenarios}
 
 
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """CPU seconds per second."""
+
+    own: float
+    others: float
+
+
 class _Row:
     """One job, undisturbed and disturbed."""
 
@@ -95,14 +103,15 @@ class _Row:
         with self._job as job:
             try:
                 self._settle()
-                undisturbed, others_before = self._play(options.undisturbed_seconds, [])
+                undisturbed, load_before = self._play(options.undisturbed_seconds, [])
                 strikes = schedule(job.names, options.seconds, options.kill_every, options.seed)
-                disturbed, others = self._play(options.seconds, strikes)
+                disturbed, load = self._play(options.seconds, strikes)
                 self._compare(disturbed.end)
             except ChildFailed as error:
                 return {"name": self._name, "ended_early": str(error)}
             row = self._account(undisturbed, disturbed)
-        return {"name": self._name, **row, "others_cores": [others_before, others], "ended_early": ""}
+        loads = {"own_cores": [load_before.own, load.own], "others_cores": [load_before.others, load.others]}
+        return {"name": self._name, **row, **loads, "ended_early": ""}
 
     def _settle(self) -> None:
         """Until all train together.
@@ -120,10 +129,10 @@ class _Row:
                 raise ChildFailed(f"{self._name} does not train with all groups after {START_DEADLINE_S:g} s")
             time.sleep(POLL_S)
 
-    def _play(self, seconds: float, strikes: list[Strike]) -> tuple[Part, float]:
-        """Let it train. Returns the part, and the cores that others have used meanwhile."""
+    def _play(self, seconds: float, strikes: list[Strike]) -> tuple[Part, Cores]:
+        """Let it train. Returns the part, and what was used of the machine meanwhile."""
         start = time.monotonic()
-        busy = others_s(self._job.pids())
+        own, busy = own_s(self._job.pids()), busy_s()
         left = list(strikes)
         while (now := time.monotonic()) < start + seconds:
             if left and now >= start + left[0].at_s:
@@ -131,7 +140,8 @@ class _Row:
             self._job.tend()
             time.sleep(POLL_S)
         part = Part(start, time.monotonic())
-        return part, max(0.0, others_s(self._job.pids()) - busy) / part.seconds
+        own, busy = own_s(self._job.pids()) - own, busy_s() - busy
+        return part, Cores(own / part.seconds, max(0.0, busy - own) / part.seconds)
 
     def _strike(self, strike: Strike) -> None:
         level = [name for name in strike.order if self._job.level(name)]
@@ -195,6 +205,7 @@ def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
         "own deaths",
         "all lost",
         "digests that differ",
+        "CPU ms a batch",
         "others' cores",
     ]
     rows = result["goodput"]["rows"]
@@ -211,7 +222,7 @@ def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[list[str]]
 
 def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
     if row["ended_early"]:
-        return [row["name"], row["ended_early"], *["-"] * 13]
+        return [row["name"], row["ended_early"], *["-"] * 14]
     ours = next((one for one in rows if one["name"] == "torchft_plus" and not one["ended_early"]), None)
     waits = {
         until: [one[until] - one["killed"] for one in row["absences"] if one[until] is not None]
@@ -232,8 +243,17 @@ def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
         str(row["own_deaths"]),
         str(row["total_losses"]),
         f"{row['digests_differ']} of {compared}" if compared is not None else "-",
+        _cpu_ms(row),
         " / ".join(f"{cores:.2f}" for cores in row["others_cores"]),
     ]
+
+
+def _cpu_ms(row: dict[str, Any]) -> str:
+    rates = [row["undisturbed_tokens_per_s"], row["tokens_per_s"]]
+    return " / ".join(
+        f"{1000 * cores * WORKLOAD.batch / rate:.0f}" if rate else "-"
+        for cores, rate in zip(row["own_cores"], rates, strict=True)
+    )
 
 
 def failures(result: dict[str, Any]) -> list[str]:
@@ -277,6 +297,8 @@ NOTES = [
     " steps, written by a thread beside training, to a file in the page cache (no fsync): as cheap as it gets here; on a"
     " cluster it is dearer. Its undisturbed rate includes its checkpoints. TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, as with the"
     " default of torch 2.13 a restart over gloo finds the addresses of dead ranks in torchrun's store, and hangs.",
+    "CPU ms a batch: of the whole job, its Lighthouse and its restarts, undisturbed / with kills. Others' cores: CPU that the job"
+    " did not use, likewise; where that is much, tokens/s says little, and the CPU of a batch a little more.",
     "one machine: a restart takes CPU from the survivors in every row (three at a time under torchrun), which a cluster would not"
     " see; no scheduler has to find a new node; gloo, no accelerator. One run a row: no spread.",
 ]

@@ -23,13 +23,18 @@ def process_s(pid: int) -> float:
     return sum(map(int, fields[11:15])) / _TICKS_PER_S
 
 
-def others_s(own: list[int]) -> float:
-    """CPU seconds spent since boot by processes other than this one and ``own``; of those some may have ended."""
-    own_s = 0.0
-    for pid in [*own, os.getpid()]:
+def own_s(pids: list[int]) -> float:
+    """CPU seconds of this process and ``pids``, some of which may have ended."""
+    total_s = 0.0
+    for pid in [*pids, os.getpid()]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            own_s += process_s(pid)
-    return busy_s() - own_s
+            total_s += process_s(pid)
+    return total_s
+
+
+def others_s(own: list[int]) -> float:
+    """CPU seconds spent since boot by processes other than this one and ``own``."""
+    return busy_s() - own_s(own)
 
 
 class OtherLoad:

@@ -24,6 +24,7 @@ from benchmarks.systems import (
     System,
     TorchftTuning,
     adamw,
+    import_system,
     mlp,
     sgd,
     torchft_plus_system,
@@ -44,6 +45,7 @@ def main() -> None:
     torch.set_num_threads(1)
     workload = Workload(**options["workload"])
     module, optimizer = model_of(workload)
+    import_system(options["system"])
     channel.send(ready=time.monotonic())
     member = Membership(options["replica_id"], options["lighthouse"], options["min_replicas"])
     if options["system"] == "torchft_plus":

@@ -19,6 +19,13 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 LEARNING_RATE = 1e-3
 
 
+def import_system(name: str) -> None:
+    """Import what a system's manager needs; both packages import most of themselves only when it is asked for."""
+    package = importlib.import_module(name)
+    for part in ("Manager", "ProcessGroupGloo", "DistributedDataParallel", "Optimizer"):
+        getattr(package, part)
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """One replica group of one rank: its manager and the classes that go with it."""

@@ -103,6 +103,7 @@ def _row(name: str, **changes: Any) -> dict[str, Any]:
         "total_losses": 0,
         "digests_differ": 0,
         "digests_compared": 9,
+        "own_cores": [0.5, 0.9],
         "others_cores": [0.1, 0.2],
         "ended_early": "",
         "timeline": [[0, 400]],
@@ -145,6 +146,7 @@ def test_tables_tell_ratios_and_how_it_ended() -> None:
     assert all(len(cells) == len(above[1]) for cells in above[2])
     assert [cells[above[1].index("of ours")] for cells in above[2][:2]] == ["1.00", "0.50"]
     assert above[2][0][above[1].index("level s")] == "4.0"
+    assert above[2][0][above[1].index("CPU ms a batch")] == "40 / 80"
     assert above[2][2][:2] == ["torchft tuned", "it does not train"]
     assert all(len(cells) == len(below[1]) for cells in below[2])
     assert below[2][0][-1] == "went on; the group that was hit commits again after 12.0 s"
