@@ -333,6 +333,7 @@ def _goodput_row(name: str, tokens_per_s: float, timeline: list[list[int]]) -> d
         "deaths": [],
         "digests_differ": 0,
         "digests_compared": 3,
+        "own_cores": [0.5, 0.9],
         "others_cores": [0.1, 0.2],
         "timeline": timeline,
         **counts,
