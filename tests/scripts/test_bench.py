@@ -184,10 +184,24 @@ def test_steps_are_those_between_the_joiners_first_step_and_its_level() -> None:
     assert len(groups._gaps(10.5, 11.0)) == 2 * 13
     entry = state_steps._entry(
         state_steps.Variant("torchft_plus", throttled=True),
-        [{"normal_s": [0.04] * 4, "during_s": [0.04, 0.08], "join_s": 1.0, "steps_that_differ": 0}],
+        [
+            {
+                "normal_s": [0.04],
+                "during_s": [0.05, worst],
+                "three_s": [0.05],
+                "join_s": 1.0,
+                "steps_that_differ": 0,
+            }
+            for worst in (0.05, 0.06, 0.08)
+        ],
     )
     assert entry["during_ms"][2] == pytest.approx(80)
-    assert state_steps.table([entry])[2][0][0] == "throttled"
+    _, header, (row,) = state_steps.table([entry])
+    cells = dict(zip(header, row, strict=True))
+    assert cells["link"] == "throttled"
+    assert cells["p50, p95 of two"] == "1.25 x, 1.88 x"
+    assert cells["p50, p95 of three"] == "1.00 x, 1.50 x"
+    assert cells["worst step of a join ms, median"] == "60"
 
 
 def test_compressed_syncs_take_fewer_bytes_and_are_equal_everywhere(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ class StepLoop:
                     return outcome
                 continue
             if not self.behind:
-                self._server.publish(self.head)
+                self._server.publish(self.head, update_follows=True)
             lane = self._usable_lane()
             if lane is not None and self._posted != (lane.spec.quorum_id, self._round):
                 self._post(lane)

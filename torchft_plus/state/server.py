@@ -56,10 +56,11 @@ class StateServer:
     - ``publish(head)`` at the boundary in ``start_step`` and again in ``finish_step`` while nothing has
       changed yet. A microsecond if nobody wants this head. If somebody does (``pin``, or a request that is
       waiting), references to the tensors and copies of the plain values of this moment are taken, and buffers
-      that a forward may change are copied.
+      that a forward may change are copied. In ``finish_step`` (``update_follows``) a thread begins to copy what
+      lies on the host and readers have not verified, while the training thread waits for the others.
     - ``before_update()`` before anything registered changes: the optimizer step, schedulers, positions. It is
-      a last chance to capture the published head, and then copies what readers have not verified yet; a
-      microsecond if nobody reads.
+      a last chance to capture the published head, and then copies what readers have not verified and nobody has
+      copied yet; a microsecond if nobody reads.
     - ``pin(head, readers)`` when a quorum with joiners is adopted, on any thread: the next of the calls above
       captures ``head``. ``unpin(head)`` when the joiners are level or gone; a pin that no reader uses for
       eight times ``transfer_stall_ms`` is void by itself.
@@ -122,19 +123,24 @@ class StateServer:
 
     # --- training side ---
 
-    def publish(self, head: Head) -> None:
+    def publish(self, head: Head, *, update_follows: bool = False) -> None:
         """From now on the registered state is that of ``head``, until ``before_update``. Training thread.
+
+        Args:
+            head: whose state it is.
+            update_follows: what comes next is ``before_update``, maybe after a wait in which the processor has time to
+                copy what readers need.
 
         Raises:
             StateError: a fetch has begun and not been applied, so there is no state to publish.
         """
-        self._store.publish(head)
+        self._store.publish(head, update_follows=update_follows)
 
     def before_update(self) -> int:
         """The registered state is about to change. Training thread; never waits for a reader.
 
         Returns:
-            Bytes that were copied for readers.
+            Bytes that were copied for readers, now or since ``publish``.
         """
         return self._store.before_update()
 
@@ -152,7 +158,7 @@ class StateServer:
 
     def close(self) -> None:
         """Stop serving and end all threads. Any thread but the server's own."""
-        self._store.withdraw()
+        self._store.close()
         with self._lock:
             self._closed.set()
             threads = dict(self._connections)

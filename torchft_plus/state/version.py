@@ -1,8 +1,8 @@
 """Immutable versions of the state, and which of them are kept. No sockets.
 
 A version starts as references to live tensors. Just before the training thread changes them
-(``before_update``), the version copies what its readers still need, and lets go of the rest; nobody ever
-waits for a reader.
+(``before_update``), the version copies what its readers still need, and lets go of the rest
+(``version_memory``); nobody ever waits for a reader.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition
 
-import torch
-
 from lighthouse.messages import Head
-from torchft_plus.state.errors import StateError
-from torchft_plus.state.load_plan import parts_between
 from torchft_plus.state.manifest import Manifest, head_name, safetensors_header
-from torchft_plus.state.memory import bytes_of, contiguous_local, is_plain_memory
 from torchft_plus.state.ranges import RangeSet
 from torchft_plus.state.registry import Snapshot
+from torchft_plus.state.version_memory import Piece, VersionMemory
 
 _MAX_READERS = 256
 
@@ -50,22 +46,9 @@ class Hold:
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes that were looked up under the lock and are sent without it."""
-
-    live: bool
-    """Some of the memory is that of the training tensors."""
-    parts: tuple[torch.Tensor, ...]
-
-    def memory(self) -> list[memoryview]:
-        """The bytes in order; those of an accelerator are copied to the host."""
-        return [part.cpu().numpy().data for part in self.parts]
-
-
 class Version:
-    """The state of one head. All methods but ``manifest``, ``header``, ``hold`` and ``detach`` are for holders of
-    ``changed``.
+    """The state of one head. All methods but ``manifest``, ``header``, ``hold``, ``copy_ahead`` and ``detach`` are for
+    holders of ``changed``.
 
     Args:
         head: whose state it is.
@@ -76,22 +59,12 @@ class Version:
 
     def __init__(self, head: Head, snapshot: Snapshot, signature: dict[str, str], changed: Condition) -> None:
         self.head = head
-        self.live = True
-        """Some memory is still that of the training tensors."""
         self.pin: Pin | None = None
+        self.copies_ahead = False
+        """A thread of the store has been given ``copy_ahead`` to do."""
         self._changed = changed
         self._specs = snapshot.specs()
-        self._starts = [spec.offset for spec in self._specs]
-        self._lengths = [spec.size_bytes for spec in self._specs]
-        self._memory: list[torch.Tensor | None] = []
-        self._copied: list[bool] = []
-        for name, entry in snapshot.entries:
-            local = contiguous_local(entry.local, name)
-            copied = not is_plain_memory(entry.local)
-            if entry.changes_in_forward and not copied:
-                local, copied = local.clone(), True
-            self._memory.append(bytes_of(local))
-            self._copied.append(copied)
+        self._memory = VersionMemory(head_name(head), self._specs, snapshot.entries, self.needs, changed)
         self._holds: list[Hold] = []
         self._checksums: dict[str, dict[int, str | None]] = {}
         self._values, self._trees, self._signature = snapshot.values, snapshot.trees, signature
@@ -99,6 +72,11 @@ class Version:
         self._manifest: bytes | None = None
 
     # --- what it is ---
+
+    @property
+    def live(self) -> bool:
+        """Some memory is still that of the training tensors."""
+        return self._memory.live
 
     @property
     def size_bytes(self) -> int:
@@ -170,76 +148,21 @@ class Version:
     # --- bytes ---
 
     def read(self, start: int, end: int, *, copy: bool) -> Piece:
-        """Look up data bytes ``[start, end)``.
-
-        Args:
-            start: offset of the first byte.
-            end: offset behind the last one.
-            copy: False gives memory that the training thread may change under the sender, who then asks
-                ``is_intact``.
-
-        Raises:
-            StateError: they were let go.
-        """
-        live = False
-        parts: list[torch.Tensor] = []
-        for index, first, last in parts_between(self._lengths, self._starts, start, end):
-            memory = self._memory[index]
-            if memory is None:
-                raise StateError(
-                    f"tensor {self._specs[index].name!r} of version {head_name(self.head)} was let go when "
-                    "training went on"
-                )
-            part = memory if last - first == len(memory) else memory[first:last]
-            live = live or not (copy or self._copied[index])
-            parts.append(part.clone() if copy else part)
-        return Piece(live, tuple(parts))
+        """As ``VersionMemory.read``."""
+        return self._memory.read(start, end, copy=copy)
 
     def is_intact(self, piece: Piece) -> bool:
         """True if no memory of ``piece`` was given back to training since it was looked up."""
-        return self.live or not piece.live
+        return self._memory.is_intact(piece)
+
+    def copy_ahead(self) -> None:
+        """As ``VersionMemory.copy_ahead``."""
+        self._memory.copy_ahead()
 
     def detach(self) -> int:
-        """The training thread is about to change its tensors: copy what readers need, let go of the rest.
+        """As ``VersionMemory.detach``."""
+        return self._memory.detach()
 
-        Takes the lock itself, and not while it copies: readers are served meanwhile, and what they verify needs no copy.
-
-        Returns:
-            Bytes that were copied.
-
-        Raises:
-            MemoryError: there is no room for them.
-        """
-        copied_bytes = sum(self._keep_or_let_go(index) for index in range(len(self._memory)))
-        with self._changed:
-            self.live = False
-        return copied_bytes
-
-    def _keep_or_let_go(self, index: int) -> int:
-        with self._changed:
-            memory = self._memory[index]
-            if memory is None or self._copied[index]:
-                return 0
-            spec = self._specs[index]
-            if not self.needs(spec.offset, spec.end):
-                self._memory[index] = None
-                return 0
-        kept = _copy(memory)
-        with self._changed:
-            if self._memory[index] is memory:  # else the version was dropped meanwhile
-                self._memory[index] = kept
-                self._copied[index] = True
-        return len(memory)
-
-    def drop(self) -> None:
-        """Let go of everything; pieces in flight are torn."""
-        self._memory = [None] * len(self._memory)
-        self.live = False
-
-
-def _copy(memory: torch.Tensor) -> torch.Tensor:
-    """A copy; on the host if the accelerator has no room."""
-    try:
-        return memory.clone()
-    except torch.OutOfMemoryError:
-        return memory.to("cpu", copy=True)
+    def drop(self) -> list[object]:
+        """As ``VersionMemory.drop``."""
+        return self._memory.drop()

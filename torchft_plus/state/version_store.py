@@ -16,6 +16,7 @@ from torchft_plus.state.version import Pin, Version
 
 _MAX_PINS = 16
 _MAX_COPIES = 2
+_CLOSE_DEADLINE_S = 30.0
 _log = logging.getLogger(__name__)
 
 
@@ -33,6 +34,8 @@ class VersionStore:
     Capturing a version costs milliseconds, so it is done only for heads that somebody wants: ``publish``
     marks the head, and captures it if it is pinned or asked for. A head that is pinned too late for that is
     captured at the next ``publish`` of the same head, or at the latest by ``before_update``.
+
+    Its threads copy ahead and give memory back; each ends with what it was started for, ``close`` waits for them.
 
     Args:
         registry: the state.
@@ -55,10 +58,11 @@ class VersionStore:
         self._pins: dict[Head, Pin] = {}
         self._versions: dict[Head, Version] = {}
         self._dropped: OrderedDict[Head, str] = OrderedDict()
+        self._helpers: set[threading.Thread] = set()
 
     # --- training side ---
 
-    def publish(self, head: Head) -> None:
+    def publish(self, head: Head, *, update_follows: bool = False) -> None:
         """The registered state is that of ``head``. Training thread; see ``StateServer.publish``."""
         if not self._registry.holds_state:
             raise StateError(
@@ -70,6 +74,8 @@ class VersionStore:
             if self._wishes or self._pins or self._versions:
                 self._dropped.pop(head, None)
                 self._serve_point()
+            if update_follows:
+                self._copy_ahead()
 
     def before_update(self) -> int:
         """The registered state is about to change. Training thread; gives the number of bytes copied."""
@@ -101,13 +107,52 @@ class VersionStore:
         """Nothing is served until the next ``publish``; responses under way break off. Any thread."""
         with self.changed:
             for version in self._versions.values():
-                version.drop()
+                self._forget_memory(version.drop())
             self._wishes.clear()
             self._versions.clear()
             self._pins.clear()
             self._dropped.clear()
             self._published = None
             self.changed.notify_all()
+
+    def close(self) -> None:
+        """Serve nothing and end the threads that copy and free. Any thread."""
+        self.withdraw()
+        with self.changed:
+            helpers = list(self._helpers)
+        for helper in helpers:
+            helper.join(_CLOSE_DEADLINE_S)
+
+    def _copy_ahead(self) -> None:
+        for version in self._versions.values():
+            if version.live and not version.copies_ahead:
+                version.copies_ahead = True
+                self._help(version.copy_ahead, f"copying version {head_name(version.head)} ahead")
+
+    def _forget_memory(self, kept: list[object]) -> None:
+        if kept:
+            self._help(kept.clear, "freeing a version")
+
+    def _help(self, call: Callable[[], object], what: str) -> None:
+        """Do something on a thread that ends with it. For holders of the lock, which the thread needs to end."""
+        helper = threading.Thread(
+            target=self._run_helper, args=(call, what), name="state-helper", daemon=True
+        )
+        try:
+            helper.start()
+        except RuntimeError as error:  # no more threads: the training thread does it when it must
+            _log.warning("%s failed: %s", what, error)
+        else:
+            self._helpers.add(helper)
+
+    def _run_helper(self, call: Callable[[], object], what: str) -> None:
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - before_update copies what is missing, and what fails there counts
+            _log.warning("%s failed: %s: %s", what, type(error).__name__, error)
+        finally:
+            with self.changed:
+                self._helpers.discard(threading.current_thread())
 
     def _detach(self, version: Version) -> int:
         with self.changed:
@@ -125,6 +170,10 @@ class VersionStore:
         ) as error:  # torch has no room: a RuntimeError of the CPU's allocator
             _log.warning("version %s cannot be kept: %s", head_name(version.head), error)
             self._drop(version, "there was no memory to keep it when training went on")
+            return 0
+        except TimeoutError as error:
+            _log.warning("version %s cannot be kept: %s", head_name(version.head), error)
+            self._drop(version, f"{error} when training went on")
             return 0
         with self.changed:
             copies = [other for other in self._versions.values() if not other.live]
@@ -263,7 +312,7 @@ class VersionStore:
 
     def _drop(self, version: Version, reason: str) -> None:
         with self.changed:
-            version.drop()
+            self._forget_memory(version.drop())
             if self._versions.get(version.head) is version:  # else it was withdrawn meanwhile
                 del self._versions[version.head]
                 self._pins.pop(version.head, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from state_replicas import InBackground, head_at, make_replica
 
 from lighthouse.messages import Head
 from torchft_plus.state import StateError, StateRegistry
+from torchft_plus.state.copies import copy_on_device, copy_on_host
 from torchft_plus.state.manifest import PIECE_BYTES
 from torchft_plus.state.ranges import RangeSet
 from torchft_plus.state.stripes import Stripes
-from torchft_plus.state.version import Version, _copy
+from torchft_plus.state.version import Version
 from torchft_plus.state.version_store import NotServed, NotYetServed, VersionStore
 
 
@@ -147,27 +149,28 @@ def test_memory_that_went_back_to_training_is_told() -> None:
 
 def test_readers_are_served_while_the_training_thread_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of many gigabytes takes a while; what a reader verifies in that time is not copied."""
+    monkeypatch.setattr("torchft_plus.state.copies._BATCH_TENSORS", 1)
     donor = Donor()
     donor.store.pin(head_at(0))
     donor.store.publish(head_at(0))
     version = donor.acquire(0)
     served: list[bytes] = []
 
-    def copy(memory: torch.Tensor) -> torch.Tensor:
+    def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         def serve() -> None:
             with donor.store.changed:
-                piece = version.read(100, 200, copy=False)
+                piece = version.read(0, 100, copy=False)
                 served.append(bytes(piece.memory()[0]))
                 assert version.is_intact(piece)
-                version.release("r", 100, 200)
+                version.release("r", 0, 100)
 
         InBackground(serve).result()
-        return memory.clone()
+        copy_on_host(targets, sources)
 
-    monkeypatch.setattr("torchft_plus.state.version._copy", copy)
+    monkeypatch.setattr("torchft_plus.state.version_memory.copy_on_host", copy)
     assert donor.update() == 100
     assert served == [bytes(100)]
-    assert _content(version, 0, 100) == bytes(100)
+    assert _content(version, 100, 200) == bytes(100)
 
 
 def test_a_version_that_is_withdrawn_while_it_is_copied_stays_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,11 +179,11 @@ def test_a_version_that_is_withdrawn_while_it_is_copied_stays_gone(monkeypatch: 
     donor.store.publish(head_at(0))
     version = donor.acquire(0)
 
-    def copy(memory: torch.Tensor) -> torch.Tensor:
+    def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         InBackground(donor.store.withdraw).result()
-        return memory.clone()
+        copy_on_host(targets, sources)
 
-    monkeypatch.setattr("torchft_plus.state.version._copy", copy)
+    monkeypatch.setattr("torchft_plus.state.version_memory.copy_on_host", copy)
     donor.update()
     assert donor.store.served() == (None, ())
     with pytest.raises(StateError, match="was let go"):
@@ -192,10 +195,10 @@ def test_a_version_is_given_up_when_there_is_no_room_for_it(monkeypatch: pytest.
     donor.store.pin(head_at(0))
     donor.store.publish(head_at(0))
 
-    def copy(memory: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError(f"can't allocate memory: you tried to allocate {len(memory)} bytes")
+    def copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        raise RuntimeError(f"can't allocate memory: you tried to allocate {len(targets)} tensors")
 
-    monkeypatch.setattr("torchft_plus.state.version._copy", copy)
+    monkeypatch.setattr("torchft_plus.state.version_memory.copy_on_host", copy)
     assert donor.update() == 0
     with pytest.raises(NotServed, match="there was no memory to keep it"):
         donor.acquire(0)
@@ -207,7 +210,7 @@ def test_an_accelerator_without_room_is_helped_out_by_the_host() -> None:
             raise torch.OutOfMemoryError
 
     memory = torch.arange(5, dtype=torch.uint8).as_subclass(Full)
-    assert torch.equal(_copy(memory).as_subclass(torch.Tensor), torch.arange(5, dtype=torch.uint8))
+    assert torch.equal(copy_on_device(memory).as_subclass(torch.Tensor), torch.arange(5, dtype=torch.uint8))
 
 
 def test_two_responses_of_the_same_range_are_two_holds() -> None:
