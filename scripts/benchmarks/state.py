@@ -45,7 +45,9 @@ NOTES = [
     "CPU s/GB: donor and receiver together; it says more than GB/s when others use the machine.",
     "memory: how far the resident memory rose above what it was before the transfer, as a multiple of the state.",
     "steps: time between commits of the two groups that train, until the third one takes part, from its first step on;"
-    " throttled: the donors' sockets send so fast that the download takes 20 steps or more (kernel pacing). Where three"
+    " throttled: the donors' sockets send so fast that the download takes about 20 steps (kernel pacing). Where three"
     " groups share fewer cores, their steps are longer than those of two also when nobody fetches: *three groups*, 60 steps"
-    " after all are level, tells that from the download. The worst step of a join copies what readers still need.",
+    " after all are level, tells that from the download.",
+    "steps: one step of each join copies what readers still need, with the change of the quorum before it. With more than 20"
+    " steps meanwhile that is less than one in twenty, so the p95 hardly sees it: look at the worst step, too.",
 ]

@@ -23,8 +23,7 @@ from benchmarks.recovery_log import Journal
 from benchmarks.recovery_worker import DEVICE_TIME_S
 
 MB = 1 << 20
-TRANSFER_STEPS = 25
-"""More than 20 also if the steps are longer than expected: with fewer, the one that copies would decide the p95."""
+TRANSFER_STEPS = 20
 STEP_S = DEVICE_TIME_S + 0.015
 """About what a step of the workload takes while the third group fetches."""
 THROTTLED_MB = 64
