@@ -200,7 +200,7 @@ class VersionMemory:
 
     def _copy_accelerator(self) -> None:
         # In the order of the current stream, which the training thread's updates follow: nobody need wait.
-        for index in [index for index, memory in self._live_tensors().items() if memory.device.type != "cpu"]:
+        for index in [index for index, memory in self._live_tensors().items() if not _lies_on_host(memory)]:
             with self._changed:
                 sources = self._needed((index,))
             copies = [copy_on_device(memory) for memory in sources.values()]
@@ -227,8 +227,10 @@ class VersionMemory:
                 self._copied_bytes += len(kept)
 
 
+def _lies_on_host(memory: torch.Tensor) -> bool:
+    return memory.device.type == "cpu"
+
+
 def _on_host(tensors: dict[int, torch.Tensor]) -> list[tuple[int, ...]]:
     """Batches of the tensors that lie on the host."""
-    return list(
-        batches((index, len(memory)) for index, memory in tensors.items() if memory.device.type == "cpu")
-    )
+    return list(batches((index, len(memory)) for index, memory in tensors.items() if _lies_on_host(memory)))

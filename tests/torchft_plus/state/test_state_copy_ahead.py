@@ -289,6 +289,29 @@ def test_tensors_that_were_replaced_or_resized_since_do_not_matter(monkeypatch: 
     donor.wait_for_helpers()
 
 
+def test_the_training_thread_copies_what_lies_on_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none here: the first three tensors pass for its."""
+    by_thread: list[str] = []
+
+    def copy(memory: torch.Tensor) -> torch.Tensor:
+        by_thread.append(threading.current_thread().name)
+        return memory.clone()
+
+    copying, donor = Copying(monkeypatch), Donor()
+    there = {donor.tensors[str(index)].data_ptr() for index in range(3)}
+    prefix = "torchft_plus.state.version_memory"
+    monkeypatch.setattr(f"{prefix}._lies_on_host", lambda memory: memory.data_ptr() not in there)
+    monkeypatch.setattr(f"{prefix}.copy_on_device", copy)
+    copying.go_free()
+    version = donor.capture()
+    donor.wait_for_helpers()
+    assert by_thread == []
+    assert donor.update() == COUNT * SIZE
+    assert by_thread == [threading.current_thread().name] * 3
+    assert copying.by_training == 0
+    assert _content(version) == bytes(COUNT * SIZE)
+
+
 def test_the_server_ends_the_thread_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     copying = Copying(monkeypatch)
     before = set(threading.enumerate())
