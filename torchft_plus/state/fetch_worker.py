@@ -22,7 +22,9 @@ _MAX_ANNOUNCED = 64
 _AHEAD = 2
 _FIRST_PIECES = 2
 """Size of a connection's stripes until its speed is known."""
-_STRIPE_SECONDS = 0.5
+_MOST_SECONDS = 0.5
+_LEAST_SECONDS = 0.01
+"""How long a stripe takes; below the least, requests cost more than the fetching."""
 _GRACE_SECONDS = 0.5
 _LATE_SECONDS = 1.0
 _LATE_FACTOR = 4.0
@@ -147,7 +149,7 @@ class FetchWorker:
 
     def _ask_ahead(self) -> None:
         while len(self._asked) < _AHEAD:
-            stripe = self._stripes.take(self._host.width, self._most_pieces(), wait=not self._asked)
+            stripe = self._stripes.take(self._host.width, *self._stripe_pieces(), wait=not self._asked)
             if stripe is None:
                 return
             if not self._asked:
@@ -160,10 +162,13 @@ class FetchWorker:
             self._connection.ask(self._plan, *stripe, news)
             self._announced += len(news)
 
-    def _most_pieces(self) -> int:
-        if not self._last_bytes_per_s:
-            return _FIRST_PIECES
-        return max(1, min(MAX_STRIPE_PIECES, int(_STRIPE_SECONDS * self._last_bytes_per_s / PIECE_BYTES)))
+    def _stripe_pieces(self) -> tuple[int, int]:
+        """How many pieces the next stripe should have, at least and at most."""
+        pieces_per_s = self._last_bytes_per_s / PIECE_BYTES
+        if not pieces_per_s:
+            return 1, _FIRST_PIECES
+        most_pieces = max(1, min(MAX_STRIPE_PIECES, int(_MOST_SECONDS * pieces_per_s)))
+        return min(most_pieces, int(_LEAST_SECONDS * pieces_per_s)), most_pieces
 
     def _begin_to_wait(self) -> None:
         self._started, self._received_bytes = time.monotonic(), 0

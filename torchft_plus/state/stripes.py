@@ -53,13 +53,19 @@ class Stripes:
         return self._idle
 
     def take(
-        self, connections: int, most_pieces: int = MAX_STRIPE_PIECES, *, wait: bool = True
+        self,
+        connections: int,
+        least_pieces: int = 1,
+        most_pieces: int = MAX_STRIPE_PIECES,
+        *,
+        wait: bool = True,
     ) -> tuple[int, int] | None:
-        """A range of pieces to fetch.
+        """A range of pieces to fetch: a quarter of a fair share, so that slower ones get less in the end.
 
         Args:
-            connections: how many share the work; a stripe is at most a quarter of a fair share, so that
-                slower ones get less.
+            connections: how many share the work.
+            least_pieces: for a connection that is known to be fast, which small stripes would cost more than waiting;
+                but no more than a fair share.
             most_pieces: bound for a connection that is known to be slow.
             wait: while all that is left is under way elsewhere and might come back, wait for that.
 
@@ -76,7 +82,8 @@ class Stripes:
                 return None
             first, last = self._wanted.pop()
             waiting = last - first + sum(end - start for start, end in self._wanted)
-            count = min(last - first, max(1, min(most_pieces, waiting // (_SHARE * connections))))
+            count = max(min(least_pieces, waiting // connections), waiting // (_SHARE * connections), 1)
+            count = min(count, most_pieces, last - first)
             if first + count < last:
                 self._wanted.append((first + count, last))
             self._under_way += 1

@@ -388,9 +388,11 @@ def test_stripes_hand_out_every_piece_until_it_is_verified(
         # Without a wanted piece take() would wait for those under way, which are ours.
         may_take = len(under_way) < connections and bool(stripes._wanted)
         if may_take and (not under_way or data.draw(st.booleans())):
-            stripe = stripes.take(connections)
+            waiting = sum(last - first for first, last in stripes._wanted)
+            least = data.draw(st.integers(1, 10))
+            stripe = stripes.take(connections, least, most := data.draw(st.integers(least, 10)))
             assert stripe is not None
-            assert stripe[0] < stripe[1]
+            assert 0 < stripe[1] - stripe[0] <= min(most, max(1, -(-waiting // connections)))
             assert all(stripe[1] <= first or last <= stripe[0] for first, last in under_way)
             under_way.append(stripe)
             continue

@@ -1,0 +1,108 @@
+"""Streams over real sockets: how they wait for much, and what they do with little."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+
+import pytest
+
+from torchft_plus.state.http import ProtocolError, Stream
+
+MB = 1 << 20
+
+
+def _streams(timeout_s: float) -> tuple[Stream, Stream]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reader = socket.create_connection(listener.getsockname(), timeout_s)
+        sender, _ = listener.accept()
+    sender.settimeout(timeout_s)
+    return Stream(reader), Stream(sender)
+
+
+def _sender(stream: Stream, *parts: bytes) -> threading.Thread:
+    thread = threading.Thread(target=lambda: stream.write(list(parts)))
+    thread.start()
+    return thread
+
+
+def test_after_fast_parts_small_ones_are_read_as_soon_as_they_are_there() -> None:
+    """A reader that waits for a megabyte at a time must not wait for one that will not come."""
+    reader, sender = _streams(10.0)
+    sizes = [8 * MB, 8 * MB, 1, MB - 1, MB, MB + 1, 8 * MB + 7, 3]
+    for size_bytes in sizes:
+        content = os.urandom(size_bytes)
+        thread = _sender(sender, content)
+        assert reader.read(size_bytes) == content
+        thread.join()
+    thread = _sender(sender, bytes(8 * MB), b"HTTP/1.1 200 OK\r\n\r\n")
+    reader.read(8 * MB)
+    assert reader.read_head() == b"HTTP/1.1 200 OK\r\n\r\n"
+    thread.join()
+    reader.close()
+    sender.close()
+
+
+@pytest.mark.parametrize("arrived_bytes", [0, 1, MB - 1, MB + 1])
+def test_after_fast_parts_an_end_is_noticed_at_once_and_silence_in_time(arrived_bytes: int) -> None:
+    for ends in (True, False):
+        reader, sender = _streams(1.0)
+        for _ in range(2):
+            thread = _sender(sender, bytes(8 * MB))
+            reader.read(8 * MB)
+            thread.join()
+        sender.write([bytes(arrived_bytes)])
+        if ends:
+            sender.close()
+        with pytest.raises(ProtocolError if ends else TimeoutError):
+            reader.read(8 * MB)
+        reader.close()
+        sender.close()
+
+
+def test_a_connection_that_becomes_slow_tells_of_every_byte_again() -> None:
+    reader, sender = _streams(10.0)
+    for _ in range(2):
+        thread = _sender(sender, bytes(8 * MB))
+        reader.read(8 * MB)
+        thread.join()
+    told: list[int] = []
+    slow = threading.Event()
+
+    def send_slowly() -> None:
+        sender.write([bytes(2 * MB)])
+        slow.wait(0.5)  # far below the speed for which a megabyte is waited for
+        sender.write([bytes(2 * MB)])
+        sender.write([bytes(100)])
+
+    def tell(part: memoryview) -> None:
+        told.append(len(part))
+        if sum(told) == 4 * MB + 100:
+            slow.set()
+
+    thread = threading.Thread(target=send_slowly)
+    thread.start()
+    reader.read(4 * MB)
+    memory = bytearray(4 * MB)
+    failed: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            reader.read_into([memoryview(memory)], tell)
+        except OSError as error:
+            failed.append(error)
+
+    late = threading.Thread(target=read)
+    late.start()
+    thread.join()
+    end = time.monotonic() + 10
+    while sum(told) < 100 and time.monotonic() < end:
+        threading.Event().wait(0.01)
+    assert sum(told) == 100
+    reader.abort()
+    late.join()
+    assert failed
+    reader.close()
+    sender.close()
