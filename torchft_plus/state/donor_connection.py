@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
 from urllib.parse import quote
 
 import xxhash
@@ -22,8 +22,8 @@ from torchft_plus.state.http import (
     split_address,
 )
 from torchft_plus.state.load_plan import LoadPlan
-from torchft_plus.state.manifest import PIECE_BYTES, head_name
-from torchft_plus.state.values import MAX_JSON_BYTES, parse_json
+from torchft_plus.state.manifest import CHECKSUM_BYTES, PIECE_BYTES, TORN, head_name
+from torchft_plus.state.values import MAX_JSON_BYTES
 
 _MAX_SENTENCE_BYTES = 4096
 
@@ -36,19 +36,14 @@ class DonorRefusal(StateError):
         self.status = status
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """Pieces that came, but not as they should."""
+class Verdict(Enum):
+    """How a piece came."""
 
-    damaged: list[int]
-    """Their checksum is not what the donor sent."""
-    torn: list[int]
-    """They changed at the donor while it sent them."""
-
-    @property
-    def bad(self) -> list[int]:
-        """All that must be fetched again."""
-        return self.damaged + self.torn
+    INTACT = "intact"
+    DAMAGED = "damaged"
+    """Its checksum is not what the donor sent."""
+    TORN = "torn"
+    """It changed at the donor while it was sent."""
 
 
 class DonorConnection:
@@ -57,7 +52,7 @@ class DonorConnection:
     Args:
         address: "host:port" of the donor's state server.
         head: the version.
-        reader: name under which the donor keeps checksums for us.
+        reader: name under which the donor remembers what we have.
         stall_ms: limit for connecting and for every wait for bytes.
         security: what the donor is shown.
 
@@ -109,12 +104,11 @@ class DonorConnection:
         self._stream.write([self._request("GET", f"/manifest?{self._reader}&wait_ms={wait_ms}")])
         return self._answer(MAX_JSON_BYTES)
 
-    def ask(self, plan: LoadPlan, first: int, last: int, released: Sequence[tuple[int, int]]) -> None:
+    def ask(self, first: int, last: int, released: Sequence[tuple[int, int]]) -> None:
         """Ask for the pieces ``first <= i < last``. The next range may be asked for before this one is received, so
         that the donor never waits for us.
 
         Args:
-            plan: where the bytes will go.
             first: index of the first piece.
             last: index behind the last piece.
             released: data bytes that were verified since the last call, which the donor need not keep.
@@ -122,53 +116,47 @@ class DonorConnection:
         Raises:
             OSError: the connection broke or stalled.
         """
-        start, end = self._range(plan, first, last)
-        offset = plan.manifest.header_bytes
-        wanted = {"Range": f"bytes={offset + start}-{offset + end - 1}"}
         requests = [self._request("POST", f"/release?{self._reader}&start={a}&end={b}") for a, b in released]
-        requests.append(self._request("GET", f"?{self._reader}", wanted))
-        requests.append(self._request("GET", f"/checksums?{self._reader}&first={first}&last={last}"))
+        requests.append(self._request("GET", f"/pieces?{self._reader}&first={first}&last={last}"))
         self._stream.write([b"".join(requests)])
         self._asked.append((first, last, len(released)))
 
-    def receive(self, plan: LoadPlan, received: Callable[[int], None]) -> Outcome:
+    def receive(self, plan: LoadPlan, received: Callable[[int], None]) -> Iterator[Verdict]:
         """Receive the range that was asked for first into the memory of ``plan`` and compare checksums.
 
         Args:
             plan: where the bytes go.
             received: called with the number of bytes that have come, as they come.
 
-        Returns:
-            Which pieces must be fetched again.
+        Yields:
+            For each piece, in order, whether it must be fetched again.
 
         Raises:
             DonorRefusal: the donor does not have them any more.
             OSError: the connection broke or stalled.
         """
         first, last, releases = self._asked.popleft()
-        start, end = self._range(plan, first, last)
+        size_bytes = plan.manifest.size_bytes
+        starts = range(first * PIECE_BYTES, min(last * PIECE_BYTES, size_bytes), PIECE_BYTES)
         for _ in range(releases):
             self._answer(0)
-        self._begin_answer(206, end - start)
-        computed: list[str] = []
-        for at in range(start, end, PIECE_BYTES):
-            checksum = xxhash.xxh3_128()
+        content_bytes = min(last * PIECE_BYTES, size_bytes) - starts.start + len(starts) * CHECKSUM_BYTES
+        self._begin_answer(200, content_bytes)
+        for start in starts:
+            yield self._receive_piece(plan.memory(start, min(start + PIECE_BYTES, size_bytes)), received)
 
-            def take(part: memoryview, checksum: xxhash.xxh3_128 = checksum) -> None:
-                checksum.update(part)
-                received(len(part))
+    def _receive_piece(self, memory: list[memoryview], received: Callable[[int], None]) -> Verdict:
+        checksum = xxhash.xxh3_128()
 
-            self._stream.read_into(plan.memory(at, min(end, at + PIECE_BYTES)), take)
-            computed.append(checksum.hexdigest())
-        sent = parse_json(self._answer(MAX_JSON_BYTES), "the list of checksums")
-        sums = sent if isinstance(sent, dict) else {}
-        outcome = Outcome([], [])
-        for piece, checksum in enumerate(computed, first):
-            if sums.get(str(piece)) is None:
-                outcome.torn.append(piece)
-            elif sums[str(piece)] != checksum:
-                outcome.damaged.append(piece)
-        return outcome
+        def take(part: memoryview) -> None:
+            checksum.update(part)
+            received(len(part))
+
+        self._stream.read_into(memory, take)
+        sent = bytes(self._stream.read(CHECKSUM_BYTES))
+        if sent == TORN:
+            return Verdict.TORN
+        return Verdict.INTACT if sent == checksum.digest() else Verdict.DAMAGED
 
     def release(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Tell the donor what it need not keep for us. Raises OSError."""
@@ -177,13 +165,8 @@ class DonorConnection:
         for _ in ranges:
             self._answer(0)
 
-    @staticmethod
-    def _range(plan: LoadPlan, first: int, last: int) -> tuple[int, int]:
-        return first * PIECE_BYTES, min(last * PIECE_BYTES, plan.manifest.size_bytes)
-
-    def _request(self, method: str, rest: str, headers: dict[str, str] | None = None) -> bytes:
-        if self._security.token:
-            headers = {**(headers or {}), "Authorization": self._security.authorization}
+    def _request(self, method: str, rest: str) -> bytes:
+        headers = {"Authorization": self._security.authorization} if self._security.token else {}
         return request_head(method, self._path + rest, self._host, headers)
 
     def _begin_answer(self, status: int, content_bytes: int | None = None) -> Response:

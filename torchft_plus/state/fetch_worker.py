@@ -9,7 +9,7 @@ from collections import deque
 from typing import Protocol
 
 from lighthouse.security import describe_tls_error
-from torchft_plus.state.donor_connection import DonorConnection
+from torchft_plus.state.donor_connection import DonorConnection, Verdict
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.http import TooSlow
 from torchft_plus.state.load_plan import LoadPlan
@@ -96,6 +96,8 @@ class FetchWorker:
         self._stripes = stripes
         self._connection = connection
         self._asked: deque[tuple[int, int]] = deque()
+        self._verdicts: list[Verdict] = []
+        """Of the pieces that have come of the first range that was asked for."""
         self._announced = 0
         self._failures = 0
         self._bad_pieces = 0
@@ -159,7 +161,7 @@ class FetchWorker:
                 self._connection = self._host.connect(self._address)
                 self._announced = 0
             news = self._stripes.verified_since(self._announced)[-_MAX_ANNOUNCED:]
-            self._connection.ask(self._plan, *stripe, news)
+            self._connection.ask(*stripe, news)
             self._announced += len(news)
 
     def _stripe_pieces(self) -> tuple[int, int]:
@@ -179,20 +181,28 @@ class FetchWorker:
     def _receive(self) -> None:
         assert self._connection is not None
         first, last = self._asked[0]
-        outcome = self._connection.receive(self._plan, self._received)
-        self._asked.popleft()
+        for verdict in self._connection.receive(self._plan, self._received):
+            self._verdicts.append(verdict)
         self._failures = 0
-        self._bad_pieces += len(outcome.bad)
-        if outcome.damaged:
-            self._host.note(
-                f"donor {self._address}: pieces {outcome.damaged} came damaged and are fetched again"
-            )
-        self._stripes.settle(first, last, outcome.bad, self._received_bytes)
+        damaged = [piece for piece, verdict in enumerate(self._verdicts, first) if verdict is Verdict.DAMAGED]
+        if damaged:
+            self._host.note(f"donor {self._address}: pieces {damaged} came damaged and are fetched again")
+        bad_pieces = self._settle_first()
+        self._bad_pieces += bad_pieces
         self._last_bytes_per_s = self._received_bytes / max(time.monotonic() - self._started, 1e-9)
         self.best_bytes_per_s = max(self.best_bytes_per_s, self._last_bytes_per_s)
         self._begin_to_wait()
-        if len(outcome.bad) < last - first:
+        if bad_pieces < last - first:
             self._host.contributed(self._address, self._stripes)
+
+    def _settle_first(self) -> int:
+        """Give back the first range that was asked for, as far as it has come. Returns how many pieces are not good."""
+        first, last = self._asked.popleft()
+        good = {piece for piece, verdict in enumerate(self._verdicts, first) if verdict is Verdict.INTACT}
+        self._verdicts.clear()
+        bad = [piece for piece in range(first, last) if piece not in good]
+        self._stripes.settle(first, last, bad, self._received_bytes)
+        return len(bad)
 
     def _fail(self, error: OSError | StateError) -> None:
         self._failures += MAX_FAILURES if isinstance(error, StateError) else 1
@@ -208,8 +218,7 @@ class FetchWorker:
 
     def _give_back(self) -> None:
         while self._asked:
-            first, last = self._asked.popleft()
-            self._stripes.settle(first, last, list(range(first, last)), self._received_bytes)
+            self._settle_first()
             self._received_bytes = 0
 
     def _disconnect(self) -> None:

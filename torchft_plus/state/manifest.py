@@ -20,6 +20,10 @@ from torchft_plus.state.values import Json, parse_json
 
 FORMAT = 1
 PIECE_BYTES = 4 << 20
+CHECKSUM_BYTES = 16
+"""Of a piece's xxh3_128, which follows it on the wire."""
+TORN = bytes(CHECKSUM_BYTES)
+"""Instead of a checksum: the piece changed while it was sent."""
 MAX_TENSORS = 1_000_000
 MAX_DIMENSIONS = 64
 MAX_NAME_CHARACTERS = 1024

@@ -36,9 +36,9 @@ from torchft_plus.state.http import (
     response_head,
     split_address,
 )
-from torchft_plus.state.manifest import PIECE_BYTES, head_name, parse_head
+from torchft_plus.state.manifest import CHECKSUM_BYTES, PIECE_BYTES, TORN, head_name, parse_head
 from torchft_plus.state.registry import StateRegistry
-from torchft_plus.state.version import Version
+from torchft_plus.state.version import Hold, Piece, Version
 from torchft_plus.state.version_store import NotServed, NotYetServed, VersionStore
 
 DEFAULT_TRANSFER_STALL_MS = 15_000
@@ -70,11 +70,10 @@ class StateServer:
     sentence of text):
 
     - ``GET /v1/state``: heads that can be read, as JSON.
-    - ``GET /v1/state/{step}-{quorum_id}``: the safetensors file, with ``Range`` and ``HEAD``. With
-      ``?reader=NAME`` a checksum is kept of each piece that is sent.
+    - ``GET /v1/state/{step}-{quorum_id}``: the safetensors file, with ``Range`` and ``HEAD``.
     - ``GET .../manifest?reader=NAME&wait_ms=N``: the manifest; waits for a boundary.
-    - ``GET .../checksums?reader=NAME&first=I&last=J``: ``{piece: xxh3_128 or null}`` as sent to that reader;
-      null means that the piece changed while it was sent and must be asked for again.
+    - ``GET .../pieces?reader=NAME&first=I&last=J``: pieces of the data, each with its xxh3_128 (16 bytes) behind it; zeros
+      mean that the piece changed while it was sent and must be asked for again.
     - ``POST .../release?reader=NAME&start=A&end=B``: the reader has verified these data bytes.
 
     With a token, each request must carry it (``Authorization: Bearer TOKEN``), or gets a 401. With TLS, readers must
@@ -251,7 +250,7 @@ class StateServer:
         if (
             parts[:2] != ["v1", "state"]
             or len(parts) > 4
-            or action not in ("", "manifest", "checksums", "release")
+            or action not in ("", "manifest", "pieces", "release")
         ):
             raise HttpError(404, "there is nothing here: ask for /v1/state or /v1/state/{step}-{quorum_id}")
         if request.method not in (("POST",) if action == "release" else ("GET", "HEAD")):
@@ -273,13 +272,13 @@ class StateServer:
         wait_ms = min(request.integer("wait_ms", self._stall_ms // 2), self._stall_ms // 2)
         version = self._store.acquire(head, wait_ms, reader)
         if not action:
-            return self._send_file(stream, request, version, reader)
+            return self._send_file(stream, request, version)
         if action == "manifest":
             _send(stream, version.manifest(), "application/json", request)
+        elif action == "pieces":
+            return self._send_pieces(stream, request, version)
         elif reader is None:
-            raise HttpError(400, f"{action} is kept per reader: add ?reader=NAME")
-        elif action == "checksums":
-            self._send_checksums(stream, request, version, reader)
+            raise HttpError(400, "what is released is kept per reader: add ?reader=NAME")
         else:
             start, end = request.integer("start"), request.integer("end")
             with self._store.changed:
@@ -287,14 +286,7 @@ class StateServer:
             _send(stream, b"", "text/plain", request)
         return True
 
-    def _send_checksums(self, stream: Stream, request: Request, version: Version, reader: str) -> None:
-        first, last = request.integer("first"), request.integer("last")
-        pieces = -(-version.size_bytes // PIECE_BYTES)
-        with self._store.changed:
-            checksums = version.checksums(reader, first, min(last, pieces))
-        _send(stream, json.dumps(checksums).encode(), "application/json", request)
-
-    def _send_file(self, stream: Stream, request: Request, version: Version, reader: str | None) -> bool:
+    def _send_file(self, stream: Stream, request: Request, version: Version) -> bool:
         """Send the file or a range of it; False if it had to break off."""
         header = version.header()
         size_bytes = len(header) + version.size_bytes
@@ -304,50 +296,70 @@ class StateServer:
         if wanted is not None:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{size_bytes}"
         answer = response_head(206 if wanted else 200, end - start, headers)
+        first = max(0, start - len(header))
         if request.method == "HEAD":
             stream.write([answer])
             return True
-        first = max(0, start - len(header))
         with version.hold(first, end - len(header)) as hold:
-            stop = min(end - len(header), (first // PIECE_BYTES + 1) * PIECE_BYTES)
-            if first < stop:
-                with self._store.changed:
-                    _require(version, first, stop)
+            self._require(version, hold)
             stream.write([answer, header[start:end]])
             while hold.start < hold.end:
-                if not self._send_piece(stream, version, hold.start, hold.end, reader):
+                # Whoever reads the file could not ask for torn pieces again: it comes from a copy.
+                piece = self._look_up(version, hold, copy=True)
+                if piece is None:
                     return False
-                hold.start = min(hold.end, (hold.start // PIECE_BYTES + 1) * PIECE_BYTES)
+                stream.write(piece.memory())
+                hold.start = _end_of_piece(hold)
         return True
 
-    def _send_piece(self, stream: Stream, version: Version, start: int, end: int, reader: str | None) -> bool:
-        """Send the bytes from ``start`` to the end of their piece, and keep a checksum for a reader that has
-        a name."""
-        piece_index = start // PIECE_BYTES
-        stop = min(end, (piece_index + 1) * PIECE_BYTES)
+    def _send_pieces(self, stream: Stream, request: Request, version: Version) -> bool:
+        """Send pieces with their checksums; False if it had to break off."""
+        first, last = request.integer("first"), request.integer("last")
+        if not first < last <= -(-version.size_bytes // PIECE_BYTES):
+            raise HttpError(416, f"the version has no pieces {first} <= i < {last}")
+        start, end = first * PIECE_BYTES, min(last * PIECE_BYTES, version.size_bytes)
+        content_bytes = end - start + (last - first) * CHECKSUM_BYTES
+        ahead = response_head(200, content_bytes, {"Content-Type": "application/octet-stream"})
+        if request.method == "HEAD":
+            stream.write([ahead])
+            return True
+        with version.hold(start, end) as hold:
+            self._require(version, hold)
+            while hold.start < hold.end:
+                piece = self._look_up(version, hold, copy=False)
+                if piece is None:
+                    return False
+                memory = piece.memory()
+                stream.write([ahead, *memory])
+                checksum = xxhash.xxh3_128()  # afterwards: the reader works meanwhile
+                for view in memory:
+                    checksum.update(view)
+                with self._store.changed:
+                    ahead = checksum.digest() if version.is_intact(piece) else TORN
+                hold.start = _end_of_piece(hold)
+            stream.write([ahead])
+        return True
+
+    def _require(self, version: Version, hold: Hold) -> None:
+        """Refuse what was let go while the answer can still say so."""
         try:
             with self._store.changed:
-                # Without a name nobody can ask for torn pieces again: send from a copy then.
-                piece = version.read(start, stop, copy=reader is None)
+                version.read(hold.start, _end_of_piece(hold), copy=False)
+        except StateError as error:
+            raise HttpError(410, str(error)) from error
+
+    def _look_up(self, version: Version, hold: Hold, *, copy: bool) -> Piece | None:
+        """The next piece; None if it was let go in the middle of the answer."""
+        try:
+            with self._store.changed:
+                return version.read(hold.start, _end_of_piece(hold), copy=copy)
         except StateError as error:
             _log.info("an answer breaks off: %s", error)
-            return False
-        memory = piece.memory()
-        if reader is None:
-            stream.write(memory)
-            return True
-        stream.write(memory)
-        checksum = (
-            xxhash.xxh3_128()
-        )  # afterwards: the reader is not kept waiting, and what changes meanwhile is torn
-        for view in memory:
-            checksum.update(view)
-        whole = start % PIECE_BYTES == 0 and stop == min(version.size_bytes, (piece_index + 1) * PIECE_BYTES)
-        if whole:
-            with self._store.changed:
-                intact = version.is_intact(piece)
-                version.record_checksum(reader, piece_index, checksum.hexdigest() if intact else None)
-        return True
+            return None
+
+
+def _end_of_piece(hold: Hold) -> int:
+    return min(hold.end, (hold.start // PIECE_BYTES + 1) * PIECE_BYTES)
 
 
 def _handshake(stream: Stream, tls: Tls) -> bool:
@@ -358,13 +370,6 @@ def _handshake(stream: Stream, tls: Tls) -> bool:
         stream.linger()
         return False
     return True
-
-
-def _require(version: Version, start: int, end: int) -> None:
-    try:
-        version.read(start, end, copy=False)
-    except StateError as error:
-        raise HttpError(410, str(error)) from error
 
 
 def _listen(bind: str, port: int) -> socket.socket:

@@ -66,7 +66,6 @@ class Version:
         self._specs = snapshot.specs()
         self._memory = VersionMemory(head_name(head), self._specs, snapshot.entries, self.needs, changed)
         self._holds: list[Hold] = []
-        self._checksums: dict[str, dict[int, str | None]] = {}
         self._values, self._trees, self._signature = snapshot.values, snapshot.trees, signature
         self._header: bytes | None = None
         self._manifest: bytes | None = None
@@ -109,8 +108,6 @@ class Version:
         """``reader`` has verified data bytes ``[start, end)`` and will not ask for them again."""
         if self.pin is not None and reader in self.pin.released:
             self.pin.released[reader].add(start, end)
-            if self.pin.released[reader].covers(0, self.size_bytes):
-                self._checksums.pop(reader, None)
 
     @contextmanager
     def hold(self, start: int, end: int) -> Generator[Hold]:
@@ -133,17 +130,6 @@ class Version:
         if self.pin is not None and self.pin.needs(start, end):
             return True
         return any(hold.start < end and start < hold.end for hold in self._holds)
-
-    def record_checksum(self, reader: str, piece: int, checksum: str | None) -> None:
-        """Remember what was sent; None for a piece that changed while it was sent (torn)."""
-        if reader in self._checksums or len(self._checksums) < _MAX_READERS:
-            self._checksums.setdefault(reader, {})[piece] = checksum
-
-    def checksums(self, reader: str, first: int, last: int) -> dict[int, str | None]:
-        """Checksums of the pieces ``first <= i < last`` as sent to ``reader``; those not sent are left
-        out."""
-        sent = self._checksums.get(reader, {})
-        return {piece: sent[piece] for piece in range(first, last) if piece in sent}
 
     # --- bytes ---
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -34,7 +35,7 @@ from torchft_plus.state.http import (
     request_head,
     split_address,
 )
-from torchft_plus.state.manifest import PIECE_BYTES, parse_manifest
+from torchft_plus.state.manifest import CHECKSUM_BYTES, PIECE_BYTES, TORN, parse_manifest
 
 HEAD = head_at(3)
 
@@ -117,7 +118,10 @@ def test_manifest_and_list(donor: tuple[Replica, StateServer, str]) -> None:
         ("/3-77/release?start=0&end=1", "POST", 400, "add ?reader=NAME"),
         ("/3-77/release?reader=a&start=0", "POST", 400, "end=N"),
         ("/3-77/release?reader=a&start=-1&end=3", "POST", 400, "start=N"),
-        ("/3-77/checksums?reader=a&first=0&last=99999999999999999999", "GET", 400, "last=N"),
+        ("/3-77/pieces?reader=a&first=0&last=99999999999999999999", "GET", 400, "last=N"),
+        ("/3-77/pieces?reader=a&first=0&last=2", "GET", 416, "no pieces 0 <= i < 2"),
+        ("/3-77/pieces?reader=a&first=1&last=1", "GET", 416, "no pieces 1 <= i < 1"),
+        ("/3-77/release?start=0&end=9", "POST", 400, "?reader=NAME"),
         ("/3-77?reader=" + "a" * 100, "GET", 400, "1 to 64 characters"),
         ("/3-77/manifest?wait_ms=abc", "GET", 400, "wait_ms=N"),
     ],
@@ -245,42 +249,31 @@ def test_a_torn_piece_is_marked_and_comes_right_the_second_time() -> None:
     server = StateServer(registry, transfer_stall_ms=10_000)
     serve(server, HEAD)
     stream = _raw(server.address)
-    stream.write([request_head("GET", "/v1/state/3-77/manifest?reader=r", "x")])
-    manifest = parse_manifest(_body(stream), HEAD)
 
     def ask(first: int, last: int) -> None:
-        start = manifest.header_bytes + first * PIECE_BYTES
-        end = manifest.header_bytes + last * PIECE_BYTES
-        stream.write(
-            [request_head("GET", "/v1/state/3-77?reader=r", "x", {"Range": f"bytes={start}-{end - 1}"})]
-        )
-
-    def checksums(first: int, last: int) -> dict[str, str | None]:
-        stream.write(
-            [request_head("GET", f"/v1/state/3-77/checksums?reader=r&first={first}&last={last}", "x")]
-        )
-        return json.loads(_body(stream))
+        stream.write([request_head("GET", f"/v1/state/3-77/pieces?reader=r&first={first}&last={last}", "x")])
+        assert stream.read_head() is not None
 
     ask(0, pieces)
-    assert stream.read_head() is not None
     got = stream.read(1 << 16)
     _wait_for_full_buffers()
     server.before_update()
     for tensor in tensors.values():
         tensor.add_(1)
-    got += stream.read(len(original) - len(got))
-    sums = checksums(0, pieces)
-    torn = [piece for piece in range(pieces) if sums[str(piece)] is None]
-    assert len(torn) == 1, "exactly the piece that was being sent"
+    got += stream.read(pieces * (PIECE_BYTES + CHECKSUM_BYTES) - len(got))
+    torn: list[int] = []
     for piece in range(pieces):
         span = slice(piece * PIECE_BYTES, (piece + 1) * PIECE_BYTES)
-        if piece in torn:
+        start = piece * (PIECE_BYTES + CHECKSUM_BYTES)
+        content = got[start : start + PIECE_BYTES]
+        checksum = got[start + PIECE_BYTES : start + PIECE_BYTES + CHECKSUM_BYTES]
+        if checksum == TORN:
+            torn.append(piece)
             ask(piece, piece + 1)
-            assert stream.read_head() is not None
-            assert stream.read(PIECE_BYTES) == original[span]
-            assert checksums(piece, piece + 1)[str(piece)] is not None
-        else:
-            assert got[span] == original[span]
+            content, checksum = stream.read(PIECE_BYTES), stream.read(CHECKSUM_BYTES)
+        assert content == original[span]
+        assert checksum == xxhash.xxh3_128_digest(content)
+    assert len(torn) == 1, "exactly the piece that was being sent"
     stream.close()
     server.close()
 
