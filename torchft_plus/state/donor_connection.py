@@ -73,18 +73,17 @@ class DonorConnection:
         """Ranges whose answers are on the way: first piece, the one behind the last, releases before it."""
         host, port = split_address(address)
         family, _, _, _, self._target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        self._stream = Stream(socket.socket(family, socket.SOCK_STREAM))
-        self._stream.socket.settimeout(self._stall_s)
+        self._stream = Stream(socket.socket(family, socket.SOCK_STREAM), self._stall_s)
 
     def open(self) -> None:
         """Connect. Raises OSError."""
-        self._stream.socket.connect(self._target)
+        self._stream.connect(self._target)
         tls = self._security.tls
         if tls is None:
             return
-        self._stream.socket.settimeout(min(self._stall_s, HANDSHAKE_DEADLINE_S))
+        self._stream.limit(min(self._stall_s, HANDSHAKE_DEADLINE_S))
         self._stream.start_tls(client_context(tls), tls.name)
-        self._stream.socket.settimeout(self._stall_s)
+        self._stream.limit(self._stall_s)
 
     def abort(self) -> None:
         """Break off: the thread that uses this connection gets an OSError. Any thread."""

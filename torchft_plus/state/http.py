@@ -7,19 +7,23 @@ import contextlib
 import re
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 MAX_HEAD_BYTES = 16 << 10
 CHECKSUM_HEADER = "Body-XXH3-128"
 LEAST_BYTES_A_TIMEOUT = 1 << 20
 _MAX_VECTORS = 256
-_LOW_WATER_BYTES = LEAST_BYTES_A_TIMEOUT
-_FAST_BYTES_PER_S = 100e6
+_TICK_S = 0.1
+_LOW_WATER_BYTES = 1 << 20
 _TLS_BATCH_BYTES = 128 << 10
 _LINGER_S, _LINGER_READS = 1.0, 16
+_T = TypeVar("_T")
 _REASONS = {
     200: "OK",
     206: "Partial Content",
@@ -209,16 +213,21 @@ class _Pace:
         timeout_s: in each so many seconds ``LEAST_BYTES_A_TIMEOUT`` bytes must pass, if it takes so long.
     """
 
-    def __init__(self, timeout_s: float | None) -> None:
+    def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._started = time.monotonic()
+        self._started = self._moved = time.monotonic()
         self._bytes = 0
+
+    def waited(self) -> None:
+        """Not a byte in a tick. Raises TimeoutError."""
+        if time.monotonic() >= self._moved + self._timeout_s:
+            raise TimeoutError("timed out")
 
     def passed(self, count: int) -> None:
         """So many bytes more. Raises TooSlow."""
         self._bytes += count
-        now = time.monotonic()
-        if self._timeout_s is None or now < self._started + self._timeout_s:
+        self._moved = now = time.monotonic()
+        if now < self._started + self._timeout_s:
             return
         if self._bytes < LEAST_BYTES_A_TIMEOUT:
             raise TooSlow(f"only {self._bytes} bytes passed")
@@ -226,20 +235,49 @@ class _Pace:
 
 
 class Stream:
-    """A connected socket with a timeout: heads are read by hand, bodies go straight to and from memory."""
+    """A socket, connected or to be connected: heads are read by hand, bodies go straight to and from memory.
 
-    def __init__(self, connection: socket.socket) -> None:
+    The kernel waits for bytes, a tick at a time, and has not to be asked before each call whether there are any; a socket that
+    speaks TLS waits by Python's timeouts.
+
+    Args:
+        connection: the socket; it is the stream's from now on.
+        timeout_s: no wait is longer, nor trickles on for longer.
+    """
+
+    def __init__(self, connection: socket.socket, timeout_s: float) -> None:
         self.socket: socket.socket = connection
+        self._timeout_s = timeout_s
         self._left = b""
         self._tls = False
         self._aborted = False
-        self._fast = False
-        """The other side sent the last large part so fast that waiting for a low-water mark delays nothing."""
         self._low_water_bytes = 1
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._set_timeouts()
+
+    def limit(self, timeout_s: float) -> None:
+        """No wait is longer from now on."""
+        if timeout_s != self._timeout_s:
+            self._timeout_s = timeout_s
+            self._set_timeouts()
+
+    def _set_timeouts(self) -> None:
+        if self._tls:
+            self.socket.settimeout(self._timeout_s)
+            return
+        self.socket.setblocking(True)
+        tick = struct.pack("@ll", 0, int(1e6 * min(self._timeout_s, _TICK_S)))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self.socket.setsockopt(socket.SOL_SOCKET, option, tick)
+
+    def connect(self, address: tuple[Any, ...]) -> None:
+        """Connect to an address as of ``getaddrinfo``. Raises OSError."""
+        self.socket.settimeout(self._timeout_s)
+        self.socket.connect(address)
+        self._set_timeouts()
 
     def start_tls(self, context: ssl.SSLContext, server_name: str | None = None) -> None:
-        """Speak TLS from now on; as the server, if there is no name. The socket's timeout bounds the whole handshake.
+        """Speak TLS from now on; as the server, if there is no name. The timeout bounds the whole handshake.
 
         Raises:
             OSError: the handshake failed or was not over in time.
@@ -249,13 +287,16 @@ class Stream:
             self.socket, server_side=server_side, server_hostname=server_name, do_handshake_on_connect=False
         )
         self._tls = True
+        self._set_timeouts()
         if self._aborted:
             raise ConnectionAbortedError("the connection was broken off")
         self.socket.do_handshake()
 
     def first_byte(self) -> int:
         """What the other side will say first, left where it is; -1 if it closed. Raises OSError."""
-        return next(iter(self.socket.recv(1, socket.MSG_PEEK)), -1)
+        return next(
+            iter(_patiently(lambda: self.socket.recv(1, socket.MSG_PEEK), _Pace(self._timeout_s))), -1
+        )
 
     def linger(self) -> None:
         """Let the last words arrive: closing at once would take them back if the other side is still sending.
@@ -276,11 +317,11 @@ class Stream:
             OSError: the connection broke, or it did not come within the timeout.
         """
         head = self._left
-        pace = _Pace(self.socket.gettimeout())
+        pace = _Pace(self._timeout_s)
         while (end := head.find(b"\r\n\r\n")) < 0:
             if len(head) > MAX_HEAD_BYTES:
                 raise ProtocolError(f"a head is longer than {MAX_HEAD_BYTES} bytes")
-            data = self.socket.recv(MAX_HEAD_BYTES)
+            data = _patiently(lambda: self.socket.recv(MAX_HEAD_BYTES), pace)
             if not data:
                 if head:
                     raise ProtocolError("the connection broke off inside of a head")
@@ -300,9 +341,8 @@ class Stream:
             OSError: the connection broke, or nothing or too little came within the timeout.
         """
         target = Views(views)
-        size_bytes = left_bytes = sum(map(len, views))
-        began = time.monotonic()
-        pace = _Pace(self.socket.gettimeout())
+        left_bytes = sum(map(len, views))
+        pace = _Pace(self._timeout_s)
         while batch := target.batch():
             self._expect(left_bytes)
             if self._left:
@@ -310,9 +350,7 @@ class Stream:
                 batch[0][:count] = self._left[:count]
                 self._left = self._left[count:]
             else:
-                # An SSLSocket takes one piece of memory at a time; for a single one recvmsg is slower.
-                one = self._tls or len(batch) == 1
-                count = self.socket.recv_into(batch[0]) if one else self.socket.recvmsg_into(batch)[0]
+                count = _patiently(partial(self._receive_into, batch), pace)
                 if not count:
                     raise ProtocolError("the connection broke off inside of an answer")
             left_bytes -= count
@@ -321,14 +359,16 @@ class Stream:
             if not target.done:
                 pace.passed(count)
         self._expect(0)
-        if size_bytes >= _LOW_WATER_BYTES:
-            self._fast = size_bytes >= _FAST_BYTES_PER_S * (time.monotonic() - began)
+
+    def _receive_into(self, batch: list[memoryview]) -> int:
+        # An SSLSocket takes one piece of memory at a time; for a single one recvmsg is slower.
+        one = self._tls or len(batch) == 1
+        return self.socket.recv_into(batch[0]) if one else self.socket.recvmsg_into(batch)[0]
 
     def _expect(self, left_bytes: int) -> None:
-        """Be woken for a megabyte at a time while so much is to come: at a few hundred kilobytes, as the kernel does by
-        itself, waking takes as much CPU as copying. Not on a slow connection, whose progress is watched by the byte."""
-        enough = self._fast and not self._tls and left_bytes >= _LOW_WATER_BYTES
-        low_water_bytes = _LOW_WATER_BYTES if enough else 1
+        """Be woken for a megabyte at a time, or a tick, while so much is to come: at a few hundred kilobytes, as the kernel
+        does by itself, waking takes as much CPU as copying."""
+        low_water_bytes = _LOW_WATER_BYTES if left_bytes >= _LOW_WATER_BYTES and not self._tls else 1
         if low_water_bytes != self._low_water_bytes:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water_bytes)
             self._low_water_bytes = low_water_bytes
@@ -346,9 +386,10 @@ class Stream:
             OSError: the connection broke, or the other side took nothing or too little within the timeout.
         """
         source = Views([memoryview(view) for view in views])
-        pace = _Pace(self.socket.gettimeout())
+        pace = _Pace(self._timeout_s)
+        send = self._send_tls if self._tls else self.socket.sendmsg
         while batch := source.batch():
-            count = self._send_tls(batch) if self._tls else self.socket.sendmsg(batch)
+            count = _patiently(partial(send, batch), pace)
             source.advance(count)
             if not source.done:
                 pace.passed(count)
@@ -375,6 +416,15 @@ class Stream:
         again."""
         self.abort()
         self.socket.close()
+
+
+def _patiently(call: Callable[[], _T], pace: _Pace) -> _T:
+    """What ``call`` gives, once the kernel does not give up after a tick. Raises OSError."""
+    while True:
+        try:
+            return call()
+        except BlockingIOError:
+            pace.waited()
 
 
 def split_address(address: str) -> tuple[str, int]:

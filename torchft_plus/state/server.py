@@ -182,8 +182,7 @@ class StateServer:
                     return
                 _log.warning("a reader of state could not be accepted: %s", error)
                 continue
-            connection.settimeout(min(self._stall_ms / 1000, HANDSHAKE_DEADLINE_S))
-            stream = Stream(connection)
+            stream = Stream(connection, min(self._stall_ms / 1000, HANDSHAKE_DEADLINE_S))
             thread = threading.Thread(target=self._serve, args=(stream,), name="state-reader", daemon=True)
             with self._lock:
                 if self._closed.is_set() or len(self._connections) >= _MAX_CONNECTIONS:
@@ -233,7 +232,7 @@ class StateServer:
             _log.warning("a reader of state was refused: %s", WRONG_TOKEN)
             _send_text(stream, 401, WRONG_TOKEN, body, {"WWW-Authenticate": "Bearer"})
             return False
-        stream.socket.settimeout(self._stall_ms / 1000)
+        stream.limit(self._stall_ms / 1000)
         try:
             return self._route(stream, request)
         except HttpError as error:

@@ -127,8 +127,8 @@ def test_a_tls_reader_that_is_aborted_reads_no_cipher_text(tmp_path: Path) -> No
     """What is left in the socket must not land in a tensor as if it were plain."""
     tls = make_tls(tmp_path)
     listener = socket.create_server(("127.0.0.1", 0))
-    reader = Stream(socket.create_connection(listener.getsockname()))
-    server = Stream(listener.accept()[0])
+    reader = Stream(socket.create_connection(listener.getsockname()), 10)
+    server = Stream(listener.accept()[0], 10)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tls.certificate, tls.key)
     thread = threading.Thread(target=lambda: server.start_tls(context))

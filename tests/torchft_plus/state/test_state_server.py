@@ -138,7 +138,7 @@ def test_refusals_are_a_status_and_a_sentence(
 
 def _raw(address: str) -> Stream:
     connection = socket.create_connection(split_address(address), 10)
-    return Stream(connection)
+    return Stream(connection, 10)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ def _streams(timeout_s: float) -> tuple[Stream, Stream]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         reader = socket.create_connection(listener.getsockname(), timeout_s)
         sender, _ = listener.accept()
-    sender.settimeout(timeout_s)
-    return Stream(reader), Stream(sender)
+    return Stream(reader, timeout_s), Stream(sender, timeout_s)
 
 
 def _sender(stream: Stream, *parts: bytes) -> threading.Thread:
