@@ -303,17 +303,23 @@ class Roster:
         Members that live are heard five times within the limit, so that the words that were due before a cut, and
         some delay, do not hide it.
         """
+        return self.wakeups.now_ms - self.word_ms >= self._enough_silence_ms()
+
+    def _enough_silence_ms(self) -> int:
         timeouts = self.config.timeouts
-        enough_ms = max(
+        return max(
             timeouts.heartbeat_timeout_ms - 2 * timeouts.heartbeat_interval_ms,
             timeouts.heartbeat_timeout_ms // 2,
         )
-        return self.wakeups.now_ms - self.word_ms >= enough_ms
 
     def _hears_strangers(self) -> bool:
-        """True if somebody new asks, and need not wait for members that may live: this Lighthouse is not cut off."""
+        """True if somebody new asks and is heard, and need not wait for members that may live: this Lighthouse is not
+        cut off."""
+        if not self.config.lost_is_gone:
+            return False
+        since_ms = self.wakeups.now_ms - self._enough_silence_ms()
         asks = (peer for peer in self.peers.values() if peer.connected and peer.ask is not None)
-        return self.config.lost_is_gone and any(not self.is_member(peer) for peer in asks)
+        return any(not self.is_member(peer) and peer.heard_ms > since_ms for peer in asks)
 
     def heard(self, peer: Peer, position: Position) -> None:
         """A whole position came from ``peer``."""

@@ -233,7 +233,7 @@ def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
         row["name"],
         f"{row['undisturbed_tokens_per_s']:.0f}",
         f"{row['tokens_per_s']:.0f}",
-        f"{row['tokens_per_s'] / ours['tokens_per_s']:.2f}" if ours else "-",
+        f"{row['tokens_per_s'] / ours['tokens_per_s']:.2f}" if ours and ours["tokens_per_s"] else "-",
         f"{row['share_raw']:.3f}",
         f"{row['share_corrected']:.3f}",
         f"{row['share_corrected_restart']:.3f}",

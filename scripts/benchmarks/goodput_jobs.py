@@ -210,6 +210,8 @@ class TorchrunRanks:
 
     def __exit__(self, *error: object) -> None:
         self._torchrun.end()  # its ranks end with its channel, which is theirs too
+        for rank in self._present.values():
+            rank.close()
 
     def level(self, name: str) -> bool:
         """See ``Job``."""

@@ -186,7 +186,7 @@ class _Play:
             normal_steps_per_s=rate,
             window_s=self._window_s,
             steps=after,
-            share=after / (rate * self._window_s),
+            share=after / (rate * self._window_s) if rate else 0.0,
             longest_gap_s=max((self._gap_s(one, watched) for one in living), default=None),
             steps_lost=sum(not a.committed for one in self._survivors for a in journal.since(one, fault)),
             survivors_died=len(self._survivors) - len(living),

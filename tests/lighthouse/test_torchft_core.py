@@ -289,6 +289,20 @@ def test_a_cut_of_the_lighthouse_from_all_members_loses_nobody() -> None:
     assert driver.ask_all("a b c", 1)[0].answer.quorum_id == first.id
 
 
+def test_who_waits_to_join_and_is_not_heard_either_is_no_sign_that_the_lighthouse_hears() -> None:
+    driver = TorchftDriver()
+    driver.form("a b", step=7)
+    driver.wait(1_000, "a b")
+    c = driver.ask("c", 0)
+    driver.wait(9_000)
+    assert c.open
+    driver.wait(2_000, "a b c")
+    c = driver.ask("c", 0)
+    assert driver.ask("a", 8).open
+    assert driver.ask("b", 8).members == c.members == "a b c"
+    assert c.steps == [8, 8, 0]
+
+
 def test_a_newcomer_takes_over_from_a_silent_only_member_after_the_heartbeat_limit() -> None:
     """Its word is from outside: the Lighthouse is not cut off. The silent one heals, or is healed from, when it is back."""
     driver = TorchftDriver()

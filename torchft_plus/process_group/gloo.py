@@ -335,11 +335,12 @@ class GlooBackend:
         except (
             Exception
         ) as error:  # torch raises RuntimeError and its own types for store and connection failures
+            late = time.monotonic() - started_s >= timeout_ms / 1000
             missing = _missing_ranks(spec)
             detail = f"; not there: replica rank {', '.join(map(str, missing))}" if missing else ""
             peer_rank = missing[0] if len(missing) == 1 else None
             lane = f"the gloo lane of quorum {spec.quorum_id}"
-            if time.monotonic() - started_s >= timeout_ms / 1000:
+            if late:
                 text = f"{lane} timed out after {timeout_ms / 1000:g} seconds{detail} ({error})"
                 raise LaneTimeout(text, peer_rank) from error
             raise LaneError(f"{lane} could not be built{detail} ({error})", peer_rank) from error

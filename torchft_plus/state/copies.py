@@ -38,6 +38,17 @@ def copy_on_host(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     torch._foreach_copy_(list(targets), list(sources))  # pyright: ignore[reportPrivateUsage]
 
 
+def written(memory: Iterable[torch.Tensor]) -> tuple[torch.Event, ...]:
+    """When what the current streams have been given so far is done, on each accelerator that ``memory`` lies on."""
+    devices = {tensor.device for tensor in memory if tensor.device.type != "cpu"}
+    events: list[torch.Event] = []
+    for device in devices:
+        event = torch.Event(device)
+        event.record(torch.accelerator.current_stream(device))
+        events.append(event)
+    return tuple(events)
+
+
 def copy_on_device(memory: torch.Tensor) -> torch.Tensor:
     """A copy on the same accelerator; on the host if that has no room."""
     try:

@@ -26,6 +26,7 @@ from torchft_plus.state.manifest import CHECKSUM_BYTES, PIECE_BYTES, TORN, head_
 from torchft_plus.state.values import MAX_JSON_BYTES
 
 _MAX_SENTENCE_BYTES = 4096
+_RELEASE_S = 0.5
 
 
 class DonorRefusal(StateError):
@@ -148,7 +149,13 @@ class DonorConnection:
         for start in starts:
             checksum = xxhash.xxh3_128()
             memory = plan.memory(start, min(start + PIECE_BYTES, size_bytes))
-            self._receive_parts(behind, memory, checksum, received)
+            sent[:] = TORN
+            try:
+                self._receive_parts(behind, memory, checksum, received)
+            except OSError:
+                if behind and bytes(sent) == before.digest():
+                    yield Verdict.INTACT  # the connection broke, but not before the end of the piece before
+                raise
             if behind:
                 yield _verdict(sent, before)
             behind, before = [memoryview(sent)], checksum
@@ -175,7 +182,8 @@ class DonorConnection:
         self._stream.read_into([*behind, *memory], take)
 
     def release(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Tell the donor what it need not keep for us. Raises OSError."""
+        """Tell the donor what it need not keep for us, if it listens. Raises OSError."""
+        self._stream.limit(min(self._stall_s, _RELEASE_S))
         requests = [self._request("POST", f"/release?{self._reader}&start={a}&end={b}") for a, b in ranges]
         self._stream.write([b"".join(requests)])
         for _ in ranges:

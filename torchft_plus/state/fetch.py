@@ -243,9 +243,11 @@ class _Fetch:
         try:
             connection, manifest = self._ask_manifest(address)
             self._accept(address, manifest)
-        except (OSError, ValueError, StateError) as error:
+        except BaseException as error:
             if connection is not None:
                 self.disconnect(connection)
+            if not isinstance(error, OSError | ValueError | StateError):
+                raise
             if not self.stopped:
                 self.note(f"donor {address}: {describe(error)}")
             return

@@ -160,7 +160,7 @@ class FetchWorker:
             if self._connection is None:
                 self._connection = self._host.connect(self._address)
                 self._announced = 0
-            news = self._stripes.verified_since(self._announced)[-_MAX_ANNOUNCED:]
+            news = self._stripes.verified_since(self._announced)[:_MAX_ANNOUNCED]
             self._connection.ask(*stripe, news)
             self._announced += len(news)
 
@@ -180,29 +180,27 @@ class FetchWorker:
 
     def _receive(self) -> None:
         assert self._connection is not None
-        first, last = self._asked[0]
         for verdict in self._connection.receive(self._plan, self._received):
             self._verdicts.append(verdict)
         self._failures = 0
-        damaged = [piece for piece, verdict in enumerate(self._verdicts, first) if verdict is Verdict.DAMAGED]
-        if damaged:
-            self._host.note(f"donor {self._address}: pieces {damaged} came damaged and are fetched again")
-        bad_pieces = self._settle_first()
-        self._bad_pieces += bad_pieces
+        self._settle_first()
         self._last_bytes_per_s = self._received_bytes / max(time.monotonic() - self._started, 1e-9)
         self.best_bytes_per_s = max(self.best_bytes_per_s, self._last_bytes_per_s)
         self._begin_to_wait()
-        if bad_pieces < last - first:
-            self._host.contributed(self._address, self._stripes)
 
-    def _settle_first(self) -> int:
-        """Give back the first range that was asked for, as far as it has come. Returns how many pieces are not good."""
+    def _settle_first(self) -> None:
+        """The first range that was asked for is done, as far as it has come."""
         first, last = self._asked.popleft()
-        good = {piece for piece, verdict in enumerate(self._verdicts, first) if verdict is Verdict.INTACT}
+        verdicts = dict(enumerate(self._verdicts, first))
         self._verdicts.clear()
-        bad = [piece for piece in range(first, last) if piece not in good]
+        bad = [piece for piece in range(first, last) if verdicts.get(piece) is not Verdict.INTACT]
+        self._bad_pieces += sum(verdict is not Verdict.INTACT for verdict in verdicts.values())
+        damaged = [piece for piece, verdict in verdicts.items() if verdict is Verdict.DAMAGED]
+        if damaged:
+            self._host.note(f"donor {self._address}: pieces {damaged} came damaged and are fetched again")
         self._stripes.settle(first, last, bad, self._received_bytes)
-        return len(bad)
+        if len(bad) < last - first:
+            self._host.contributed(self._address, self._stripes)
 
     def _fail(self, error: OSError | StateError) -> None:
         self._failures += MAX_FAILURES if isinstance(error, StateError) else 1

@@ -266,7 +266,7 @@ class Stream:
             self.socket.settimeout(self._timeout_s)
             return
         self.socket.setblocking(True)
-        tick = struct.pack("@ll", 0, int(1e6 * min(self._timeout_s, _TICK_S)))
+        tick = struct.pack("@ll", 0, max(1, int(1e6 * min(self._timeout_s, _TICK_S))))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             self.socket.setsockopt(socket.SOL_SOCKET, option, tick)
 
@@ -367,8 +367,12 @@ class Stream:
 
     def _expect(self, left_bytes: int) -> None:
         """Be woken for a megabyte at a time, or a tick, while so much is to come: at a few hundred kilobytes, as the kernel
-        does by itself, waking takes as much CPU as copying."""
-        low_water_bytes = _LOW_WATER_BYTES if left_bytes >= _LOW_WATER_BYTES and not self._tls else 1
+        does by itself, waking takes as much CPU as copying.
+
+        Twice as much must be to come: a call that has taken part of a megabyte before it waits is woken for a whole one more.
+        """
+        much = left_bytes >= 2 * _LOW_WATER_BYTES and not self._tls
+        low_water_bytes = _LOW_WATER_BYTES if much else 1
         if low_water_bytes != self._low_water_bytes:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water_bytes)
             self._low_water_bytes = low_water_bytes

@@ -18,7 +18,7 @@ from torchft_plus.state.errors import StateError
 from torchft_plus.state.memory import SAFETENSORS_DTYPES, dtype_by_name
 from torchft_plus.state.values import Json, parse_json
 
-FORMAT = 1
+FORMAT = 2
 PIECE_BYTES = 4 << 20
 CHECKSUM_BYTES = 16
 """Of a piece's xxh3_128, which follows it on the wire."""
@@ -157,7 +157,7 @@ def parse_manifest(data: bytes | bytearray, head: Head) -> Manifest:
     """
     match parse_json(data, "the manifest"):
         case {
-            "format": 1,
+            "format": 2,
             "head": {"step": int(step), "quorum_id": int(quorum_id), "digest": str(digest)},
             "signature": dict(signature),
             "header_bytes": int(header_bytes),

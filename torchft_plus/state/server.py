@@ -157,7 +157,7 @@ class StateServer:
 
     def close(self) -> None:
         """Stop serving and end all threads. Any thread but the server's own."""
-        self._store.close()
+        self._store.withdraw()
         with self._lock:
             self._closed.set()
             threads = dict(self._connections)
@@ -168,6 +168,7 @@ class StateServer:
             stream.abort()
         for thread in [self._acceptor, *threads]:
             thread.join(self._stall_ms / 1000)
+        self._store.close()
 
     # --- connections ---
 

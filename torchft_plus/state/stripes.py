@@ -6,9 +6,8 @@ import threading
 
 from torchft_plus.state.manifest import PIECE_BYTES
 
-MAX_STRIPE_PIECES = (
-    8  # 32 MiB: what a donor's death can make us fetch twice, and long enough to hide a round trip
-)
+MAX_STRIPE_PIECES = 8
+"""32 MiB: long enough to hide a round trip, and what others wait for at the end if its donor slows down."""
 _SHARE = 4
 
 

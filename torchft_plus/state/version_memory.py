@@ -12,7 +12,7 @@ from threading import Condition
 
 import torch
 
-from torchft_plus.state.copies import batches, copy_on_device, copy_on_host
+from torchft_plus.state.copies import batches, copy_on_device, copy_on_host, written
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.load_plan import parts_between
 from torchft_plus.state.manifest import TensorSpec
@@ -30,9 +30,13 @@ class Piece:
     live: bool
     """Some of the memory is that of the training tensors."""
     parts: tuple[torch.Tensor, ...]
+    written: tuple[torch.Event, ...] = ()
+    """When the accelerators have written it."""
 
     def memory(self) -> list[memoryview]:
         """The bytes in order; those of an accelerator are copied to the host."""
+        for event in self.written:  # the stream of this thread is not that which training writes in
+            event.synchronize()
         return [part.cpu().numpy().data for part in self.parts]
 
 
@@ -72,6 +76,7 @@ class VersionMemory:
                 local, copied = local.clone(), True
             self._memory.append(bytes_of(local))
             self._copied.append(copied)
+        self._written = written(self._live_tensors().values())
         self._uncopied = _on_host(self._live_tensors())
         """Host tensors of the training thread that nobody has taken in hand to copy."""
         self._block: torch.Tensor | None = None
@@ -113,7 +118,7 @@ class VersionMemory:
             part = memory if last - first == len(memory) else memory[first:last]
             live = live or not (copy or self._copied[index])
             parts.append(part.clone() if copy else part)
-        return Piece(live, tuple(parts))
+        return Piece(live, tuple(parts), self._written)
 
     def is_intact(self, piece: Piece) -> bool:
         """True if no memory of ``piece`` was given back to training since it was looked up."""
@@ -199,12 +204,14 @@ class VersionMemory:
         return True
 
     def _copy_accelerator(self) -> None:
-        # In the order of the current stream, which the training thread's updates follow: nobody need wait.
+        # In the order of the current stream, which the training thread's updates follow: it need not wait.
         for index in [index for index, memory in self._live_tensors().items() if not _lies_on_host(memory)]:
             with self._changed:
                 sources = self._needed((index,))
             copies = [copy_on_device(memory) for memory in sources.values()]
+            done = written(copies)
             with self._changed:
+                self._written = done or self._written
                 self._keep(sources, copies)
 
     def _needed(self, batch: Iterable[int]) -> dict[int, torch.Tensor]:

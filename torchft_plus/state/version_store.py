@@ -120,8 +120,9 @@ class VersionStore:
         self.withdraw()
         with self.changed:
             helpers = list(self._helpers)
+        deadline = time.monotonic() + _CLOSE_DEADLINE_S
         for helper in helpers:
-            helper.join(_CLOSE_DEADLINE_S)
+            helper.join(max(0.0, deadline - time.monotonic()))
 
     def _copy_ahead(self) -> None:
         for version in self._versions.values():
@@ -167,13 +168,10 @@ class VersionStore:
         except (
             MemoryError,
             RuntimeError,
-        ) as error:  # torch has no room: a RuntimeError of the CPU's allocator
+            TimeoutError,
+        ) as error:  # RuntimeError: the CPU's allocator has no room
             _log.warning("version %s cannot be kept: %s", head_name(version.head), error)
-            self._drop(version, "there was no memory to keep it when training went on")
-            return 0
-        except TimeoutError as error:
-            _log.warning("version %s cannot be kept: %s", head_name(version.head), error)
-            self._drop(version, f"{error} when training went on")
+            self._drop(version, f"it could not be kept when training went on: {error}")
             return 0
         with self.changed:
             copies = [other for other in self._versions.values() if not other.live]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 import torch
@@ -243,7 +243,7 @@ def test_a_version_that_cannot_be_copied_at_all_is_void(monkeypatch: pytest.Monk
     copying.go_free()
     donor.capture()
     assert donor.update() == 0
-    with pytest.raises(NotServed, match="there was no memory to keep it"):
+    with pytest.raises(NotServed, match="it could not be kept when training went on"):
         donor.store.acquire(head_at(0), 0, None)
     copying.error = None
     version = donor.capture(1)
@@ -310,6 +310,47 @@ def test_the_training_thread_copies_what_lies_on_an_accelerator(monkeypatch: pyt
     assert by_thread == [threading.current_thread().name] * 3
     assert copying.by_training == 0
     assert _content(version) == bytes(COUNT * SIZE)
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.waits = 0
+
+    def synchronize(self) -> None:
+        self.waits += 1
+
+
+def test_a_reader_waits_until_an_accelerator_has_written_what_it_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first three tensors pass for an accelerator's: whose work is queued on a stream that is not the reader's."""
+    events: list[_Event] = []
+
+    def written(memory: Iterable[torch.Tensor]) -> tuple[_Event, ...]:
+        if any(tensor.data_ptr() in there for tensor in memory):
+            events.append(_Event())
+        return tuple(events[-1:])
+
+    donor = Donor()
+    there = {donor.tensors[str(index)].data_ptr() for index in range(3)}
+
+    def copy(memory: torch.Tensor) -> torch.Tensor:
+        copied = memory.clone()
+        there.add(copied.data_ptr())
+        return copied
+
+    prefix = "torchft_plus.state.version_memory"
+    monkeypatch.setattr(f"{prefix}._lies_on_host", lambda memory: memory.data_ptr() not in there)
+    monkeypatch.setattr(f"{prefix}.copy_on_device", copy)
+    monkeypatch.setattr(f"{prefix}.written", written)
+    version = donor.capture()
+    _content(version)
+    assert [event.waits for event in events] == [1], "what the last update has queued"
+    donor.wait_for_helpers()
+    donor.update()
+    assert len(events) == 4
+    _content(version)
+    assert events[-1].waits == 1, "the copies"
 
 
 def test_the_server_ends_the_thread_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from state_replicas import InBackground, apply, fetch, head_at, make_replica, se
 from lighthouse.messages import Head
 from torchft_plus.state import FetchReport, StateError, StateRegistry, StateServer
 from torchft_plus.state.http import join_address
+from torchft_plus.state.manifest import PIECE_BYTES
 
 HEAD = head_at(3)
 
@@ -201,6 +202,30 @@ def test_one_flipped_bit_is_found_fetched_again_and_told(
     assert report.refetched_bytes == 4 << 20
     assert len(report.notes) == 1
     assert "came damaged and are fetched again" in report.notes[0]
+    proxy.close()
+
+
+def test_a_connection_that_breaks_costs_the_piece_that_was_under_way(
+    big_donor: tuple[StateServer, StateRegistry],
+) -> None:
+    server, registry = big_donor
+    broken = threading.Event()
+
+    def break_once(data: bytes, offset: int) -> bytes:
+        if (
+            offset > PIECE_BYTES + (1 << 20) and not broken.is_set()
+        ):  # in the second piece of the first stripe
+            broken.set()
+            raise ConnectionError
+        return data
+
+    proxy = Proxy(server.address, break_once)
+    joiner, _ = big_registry(48, filled=False)
+    report = fetch(joiner, HEAD, proxy.address)
+    apply(joiner, report)
+    assert broken.is_set()
+    assert joiner.digest() == registry.digest()
+    assert 0 < report.refetched_bytes < PIECE_BYTES
     proxy.close()
 
 
@@ -426,7 +451,7 @@ RESPONSES = st.one_of(
         ),
         st.sampled_from([200, 206, 404, 410, 500, 503, 99]),
         st.integers(-1, 200) | st.just(1 << 70) | st.just(1 << 40),
-        st.binary(max_size=120) | st.just(b'{"format": 1}') | st.just(b"[" * 100),
+        st.binary(max_size=120) | st.just(b'{"format": 2}') | st.just(b"[" * 100),
     ),
 )
 

@@ -64,7 +64,7 @@ def _changed(path: list[Any], value: Any) -> bytes:
 @pytest.mark.parametrize(
     ("path", "value", "sentence"),
     [
-        (["format"], 2, "format 2"),
+        (["format"], 1, "format 1"),
         (["head", "step"], 13, "version 13-21474836480, asked for was 12-21474836480"),
         (["head", "quorum_id"], 1, "asked for"),
         (["head", "digest"], "ab", "asked for"),

@@ -35,6 +35,7 @@ def test_after_fast_parts_small_ones_are_read_as_soon_as_they_are_there() -> Non
         content = os.urandom(size_bytes)
         thread = _sender(sender, content)
         assert reader.read(size_bytes) == content
+        assert reader.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
         thread.join()
     thread = _sender(sender, bytes(8 * MB), b"HTTP/1.1 200 OK\r\n\r\n")
     reader.read(8 * MB)
@@ -61,41 +62,49 @@ def test_after_fast_parts_an_end_is_noticed_at_once_and_silence_in_time(arrived_
         sender.close()
 
 
-def test_a_connection_that_becomes_slow_tells_of_every_byte_again() -> None:
+def _delay_s(first_bytes: int, then_bytes: int) -> float:
+    """How long after the last bytes are sent a read of all ends, that has most times taken the first ones before."""
     reader, sender = _streams(10.0)
-    for _ in range(2):
-        thread = _sender(sender, bytes(8 * MB))
-        reader.read(8 * MB)
-        thread.join()
-    told: list[int] = []
-    slow = threading.Event()
+    ended: list[float] = []
 
-    def send_slowly() -> None:
-        sender.write([bytes(2 * MB)])
-        slow.wait(0.5)  # far below the speed for which a megabyte is waited for
-        sender.write([bytes(2 * MB)])
-        sender.write([bytes(100)])
+    def read() -> None:
+        reader.read(first_bytes + then_bytes)
+        ended.append(time.monotonic())
 
-    def tell(part: memoryview) -> None:
-        told.append(len(part))
-        if sum(told) == 4 * MB + 100:
-            slow.set()
-
-    thread = threading.Thread(target=send_slowly)
+    thread = threading.Thread(target=read)
     thread.start()
-    reader.read(4 * MB)
-    memory = bytearray(4 * MB)
+    sender.write([bytes(first_bytes)])
+    threading.Event().wait(0.01)
+    sent = time.monotonic()
+    sender.write([bytes(then_bytes)])
+    thread.join(10)
+    reader.close()
+    sender.close()
+    return ended[0] - sent
+
+
+@pytest.mark.parametrize(
+    ("first_kb", "then_kb"), [(600, 900), (900, 500), (500, 500), (1100, 1000), (1900, 500)]
+)
+def test_the_end_of_an_answer_is_not_slept_through(first_kb: int, then_kb: int) -> None:
+    """A read that has taken a part before it waits must not be woken for a megabyte that does not come."""
+    assert min(_delay_s(1024 * first_kb, 1024 * then_kb) for _ in range(10)) < 0.05
+
+
+def test_a_slow_connection_tells_of_every_byte() -> None:
+    reader, sender = _streams(10.0)
+    told: list[int] = []
     failed: list[BaseException] = []
 
     def read() -> None:
         try:
-            reader.read_into([memoryview(memory)], tell)
+            reader.read_into([memoryview(bytearray(8 * MB))], lambda part: told.append(len(part)))
         except OSError as error:
             failed.append(error)
 
     late = threading.Thread(target=read)
     late.start()
-    thread.join()
+    sender.write([bytes(100)])
     end = time.monotonic() + 10
     while sum(told) < 100 and time.monotonic() < end:
         threading.Event().wait(0.01)

@@ -200,7 +200,7 @@ def test_a_version_is_given_up_when_there_is_no_room_for_it(monkeypatch: pytest.
 
     monkeypatch.setattr("torchft_plus.state.version_memory.copy_on_host", copy)
     assert donor.update() == 0
-    with pytest.raises(NotServed, match="there was no memory to keep it"):
+    with pytest.raises(NotServed, match="it could not be kept when training went on"):
         donor.acquire(0)
 
 
