@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from enum import Enum
@@ -66,17 +67,20 @@ class TorchftNames:
         self._error: Exception | None = None
         self._first_quorum_timeout_s: float | None = None
 
+    @abstractmethod
     def start_step(self) -> StepPlan:
         """See ``Manager``."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def finish_step(self) -> StepOutcome:
         """See ``Manager``."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def restore_head(self, head: Head, positions: Mapping[str, int] | None = None) -> None:
         """See ``Manager``."""
-        raise NotImplementedError
+        ...
 
     # --- the step --------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ step is to the other groups is the business of its ``StepMode``.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -48,18 +49,21 @@ class FaultTolerantMixin(_Stock):
 
     # --- where the versions differ -----------------------------------------------------------------------------------
 
+    @abstractmethod
     def lower_timeouts(self) -> None:
         """After the first step: torchtitan's own deadline for the group's collectives, if the stock loop will not."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def tokens_of(self, labels: torch.Tensor) -> int:
         """How far one batch moves torchtitan's ``ntokens_seen``."""
-        raise NotImplementedError
+        ...
 
     @property
+    @abstractmethod
     def training_steps(self) -> int:
         """torchtitan's ``training.steps``."""
-        raise NotImplementedError
+        ...
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
