@@ -1,4 +1,7 @@
-"""The virtual environment that torchft is measured in: its own, so that nothing of ours depends on it."""
+"""The virtual environment that torchft is measured in: its own, so that nothing of ours depends on it.
+
+``python -m benchmarks.torchft_environment`` makes it at need, and prints its Python.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,11 @@ def _has_torchft(python: str) -> bool:
 
 
 def _make(python: Path) -> None:
-    print(f"making {FOLDER.name} with {' and '.join(PACKAGES)} (only for the comparison)", flush=True)
+    print(
+        f"making {FOLDER.name} with {' and '.join(PACKAGES)} (only for the comparison)",
+        file=sys.stderr,
+        flush=True,
+    )
     commands = [[sys.executable, "-m", "venv", str(FOLDER)]]
     commands += [[str(python), "-m", "pip", "install", "--quiet", package] for package in PACKAGES]
     # Without our own path, on which pip would find this package and miss its dependencies.
@@ -51,3 +58,7 @@ def _make(python: Path) -> None:
     for command in commands:
         if subprocess.run(command, check=False, env=environment).returncode != 0:
             raise RuntimeError(f"{FOLDER.name} could not be made: {' '.join(command)} failed, see above")
+
+
+if __name__ == "__main__":
+    print(torchft_python(None))

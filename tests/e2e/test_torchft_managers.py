@@ -30,7 +30,6 @@ DEADLINE_S = 90.0
 
 pytestmark = [
     pytest.mark.e2e,
-    pytest.mark.long,
     pytest.mark.timeout(400),
     pytest.mark.skipif(
         PYTHON is None, reason="no torchft: set TORCHFT_PYTHON to a Python with torchft 0.2.0"
@@ -136,6 +135,7 @@ def test_torchfts_managers_survive_a_kill_and_heal(
     assert_equal_states([a, b, c, c2])
 
 
+@pytest.mark.long
 def test_all_of_torchfts_groups_are_lost_and_others_begin_again(
     start: Callable[..., Group], lighthouse: LighthouseServer
 ) -> None:
