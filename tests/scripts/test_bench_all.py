@@ -241,7 +241,9 @@ RECOVERY = {
     "variants": [
         _variant("plus", [_kill(0.1), _kill(0.2), _kill(0.3)]),
         _variant(
-            "torchft", [_kill(5.0, lost=1), _kill(None, died=2)], "it ended, see /tmp/bench-x/replica_0.log"
+            "torchft",
+            [_kill(5.0, lost=1), _kill(None, died=2)],
+            "it ended, see /scratch/bench-x/replica_0.log",
         ),
         _variant("torchft-tuned", [_kill(None, died=2)]),
     ]
@@ -366,7 +368,7 @@ GOODPUT = {
             _goodput_row("torchft_plus", 72.0, [[0, 10], [1, 20]]),
             _goodput_row("torchft tuned", 20.0, [[0, 5], [1, 5]]),
             _goodput_row("torchft tuned, allreduce", 40.0, [[0, 9], [1, 9]]),
-            {"name": "torchft default", "ended_early": "it does not train, see /tmp/x/y.log"},
+            {"name": "torchft default", "ended_early": "it does not train, see /scratch/x/y.log"},
             _goodput_row("checkpoint-restart", 50.0, []),
         ]
     },
@@ -415,7 +417,7 @@ def test_the_summary_is_computed_and_says_what_is_missing(tmp_path: Path) -> Non
 
 def test_the_page_has_every_bench_its_origin_and_its_failures(tmp_path: Path) -> None:
     report.write_failure(
-        tmp_path, "overhead", "scripts/bench overhead", "no answer, see /tmp/bench-overhead/x.log"
+        tmp_path, "overhead", "scripts/bench overhead", "no answer, see /scratch/bench-overhead/x.log"
     )
     text, _ = _make(tmp_path, recovery=RECOVERY, state=STATE)
     for name in BENCHES:
@@ -428,7 +430,7 @@ def test_the_page_has_every_bench_its_origin_and_its_failures(tmp_path: Path) ->
     overhead = text.split("## overhead")[1].split("\n## ")[0]
     assert "gave no figures** (`scripts/bench overhead`): no answer, see x.log" in overhead
     assert "not measured" in text.split("## windows")[1]
-    assert "/tmp/" not in text
+    assert "/scratch/" not in text
 
 
 def test_goodput_in_the_summary_takes_each_system_at_its_best(tmp_path: Path) -> None:
@@ -442,7 +444,7 @@ def test_goodput_in_the_summary_takes_each_system_at_its_best(tmp_path: Path) ->
         line for line in text.splitlines() if line.startswith("| Lighthouse killed, back after 10 s: ")
     ]
     assert "| 1.00 | 0, all ended after 60.1 s | failed, see below | - | - |" in fault
-    assert "/tmp/" not in text
+    assert "/scratch/" not in text
     assert "**Failed:** torchft default: it does not train, see y.log" in text
     assert "not measured" in next(line for line in text.splitlines() if line.startswith("| a group frozen"))
 
@@ -514,7 +516,7 @@ def test_figures_have_three_digits(value: float, shown: str) -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("see /tmp/bench-1/a.log", "see a.log"),
+        ("see /scratch/bench-1/a.log", "see a.log"),
         ("0.9 GB/s, 1/2 of http://it/is/so", "0.9 GB/s, 1/2 of http://it/is/so"),
         ("docs/x/y.md and (/a/b/c)", "docs/x/y.md and (c)"),
     ],

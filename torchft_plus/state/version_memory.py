@@ -109,6 +109,8 @@ class VersionMemory:
         """
         live = False
         parts: list[torch.Tensor] = []
+        for event in self._written if copy else ():
+            event.wait()  # the stream in which the copies are made
         for index, first, last in parts_between(self._lengths, self._starts, start, end):
             memory = self._memory[index]
             if memory is None:

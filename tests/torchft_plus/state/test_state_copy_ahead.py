@@ -145,10 +145,8 @@ def test_without_a_word_that_an_update_follows_nothing_is_copied_ahead(
     assert copying.by_training == COUNT
 
 
-def test_what_was_verified_is_not_copied_but_for_a_reader_who_comes_later(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    copying, donor = Copying(monkeypatch), Donor()
+def _verified_while_copying(copying: Copying, donor: Donor) -> Version:
+    """A version of which a reader has verified the first three tensors before their turn to be copied came."""
     version = donor.capture()
     copying.wait_in_hand()
     donor.store.acquire(head_at(0), 0, "early")
@@ -156,6 +154,14 @@ def test_what_was_verified_is_not_copied_but_for_a_reader_who_comes_later(
         version.release("early", 0, 3 * SIZE)
     copying.go_free()
     donor.wait_for_helpers()
+    return version
+
+
+def test_what_was_verified_is_not_copied_but_for_a_reader_who_comes_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copying, donor = Copying(monkeypatch), Donor()
+    version = _verified_while_copying(copying, donor)
     assert copying.by_training == 0
     assert version.live
     donor.store.acquire(head_at(0), 0, "late")
@@ -166,13 +172,7 @@ def test_what_was_verified_is_not_copied_but_for_a_reader_who_comes_later(
 
 def test_what_was_verified_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     copying, donor = Copying(monkeypatch), Donor()
-    version = donor.capture()
-    copying.wait_in_hand()
-    donor.store.acquire(head_at(0), 0, "r")
-    with donor.store.changed:
-        version.release("r", 0, 3 * SIZE)
-    copying.go_free()
-    donor.wait_for_helpers()
+    version = _verified_while_copying(copying, donor)
     assert donor.update() == 3 * SIZE
     assert _content(version, 3 * SIZE) == bytes(3 * SIZE)
     with pytest.raises(StateError, match="was let go"):
@@ -319,6 +319,9 @@ class _Event:
     def synchronize(self) -> None:
         self.waits += 1
 
+    def wait(self) -> None:
+        self.waits += 1
+
 
 def test_a_reader_waits_until_an_accelerator_has_written_what_it_reads(
     monkeypatch: pytest.MonkeyPatch,
@@ -346,6 +349,8 @@ def test_a_reader_waits_until_an_accelerator_has_written_what_it_reads(
     version = donor.capture()
     _content(version)
     assert [event.waits for event in events] == [1], "what the last update has queued"
+    version.read(0, SIZE, copy=True)
+    assert [event.waits for event in events] == [2], "a copy for a reader of the file, too"
     donor.wait_for_helpers()
     donor.update()
     assert len(events) == 4
