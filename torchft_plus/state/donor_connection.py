@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from urllib.parse import quote
 
@@ -22,7 +23,7 @@ from torchft_plus.state.http import (
     split_address,
 )
 from torchft_plus.state.load_plan import LoadPlan
-from torchft_plus.state.manifest import CHECKSUM_BYTES, PIECE_BYTES, TORN, head_name
+from torchft_plus.state.manifest import CHECKSUM_BYTES, PIECE_BYTES, TORN, TRAILER_BYTES, head_name
 from torchft_plus.state.values import MAX_JSON_BYTES
 
 _MAX_SENTENCE_BYTES = 4096
@@ -45,6 +46,28 @@ class Verdict(Enum):
     """Its checksum is not what the donor sent."""
     TORN = "torn"
     """It changed at the donor while it was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A range of data bytes that was asked for."""
+
+    start: int
+    end: int
+    releases: int
+    """How many releases were asked for before it."""
+
+    @property
+    def pieces(self) -> list[tuple[int, int]]:
+        """Start and end of each piece."""
+        return [
+            (start, min(start + PIECE_BYTES, self.end)) for start in range(self.start, self.end, PIECE_BYTES)
+        ]
+
+    @property
+    def content_bytes(self) -> int:
+        """Length of the answer's body."""
+        return self.end - self.start + len(self.pieces) * TRAILER_BYTES
 
 
 class DonorConnection:
@@ -70,8 +93,8 @@ class DonorConnection:
         self._host = address
         self._path = f"/v1/state/{head_name(head)}"
         self._reader = f"reader={quote(reader)}"
-        self._asked: deque[tuple[int, int, int]] = deque()
-        """Ranges whose answers are on the way: first piece, the one behind the last, releases before it."""
+        self._asked: deque[_Asked] = deque()
+        """Whose answers are on the way."""
         host, port = split_address(address)
         family, _, _, _, self._target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._stream = Stream(socket.socket(family, socket.SOCK_STREAM), self._stall_s)
@@ -104,11 +127,12 @@ class DonorConnection:
         self._stream.write([self._request("GET", f"/manifest?{self._reader}&wait_ms={wait_ms}")])
         return self._answer(MAX_JSON_BYTES)
 
-    def ask(self, first: int, last: int, released: Sequence[tuple[int, int]]) -> None:
+    def ask(self, plan: LoadPlan, first: int, last: int, released: Sequence[tuple[int, int]]) -> None:
         """Ask for the pieces ``first <= i < last``. The next range may be asked for before this one is received, so
         that the donor never waits for us.
 
         Args:
+            plan: of the version.
             first: index of the first piece.
             last: index behind the last piece.
             released: data bytes that were verified since the last call, which the donor need not keep.
@@ -118,8 +142,11 @@ class DonorConnection:
         """
         requests = [self._request("POST", f"/release?{self._reader}&start={a}&end={b}") for a, b in released]
         requests.append(self._request("GET", f"/pieces?{self._reader}&first={first}&last={last}"))
+        end = min(last * PIECE_BYTES, plan.manifest.size_bytes)
+        asked = _Asked(first * PIECE_BYTES, end, len(released))
         self._stream.write([b"".join(requests)])
-        self._asked.append((first, last, len(released)))
+        self._stream.expect(asked.content_bytes)
+        self._asked.append(asked)
 
     def receive(self, plan: LoadPlan, received: Callable[[int], None]) -> Iterator[Verdict]:
         """Receive the range that was asked for first into the memory of ``plan`` and compare checksums.
@@ -135,25 +162,22 @@ class DonorConnection:
             DonorRefusal: the donor does not have them any more.
             OSError: the connection broke or stalled.
         """
-        first, last, releases = self._asked.popleft()
-        size_bytes = plan.manifest.size_bytes
-        starts = range(first * PIECE_BYTES, min(last * PIECE_BYTES, size_bytes), PIECE_BYTES)
-        for _ in range(releases):
+        asked = self._asked.popleft()
+        for _ in range(asked.releases):
             self._answer(0)
-        content_bytes = min(last * PIECE_BYTES, size_bytes) - starts.start + len(starts) * CHECKSUM_BYTES
-        self._begin_answer(200, content_bytes)
+        self._begin_answer(200, asked.content_bytes)
         behind: list[memoryview] = []
         """Where the checksum of the piece before goes: it comes with the next piece, which spares a wait for so few bytes."""
         before = xxhash.xxh3_128()
-        sent = bytearray(CHECKSUM_BYTES)
-        for start in starts:
+        sent = bytearray(TRAILER_BYTES)
+        for start, end in asked.pieces:
             checksum = xxhash.xxh3_128()
-            memory = plan.memory(start, min(start + PIECE_BYTES, size_bytes))
-            sent[:] = TORN
+            memory = plan.memory(start, end)
+            sent[:] = bytes(TRAILER_BYTES)
             try:
                 self._receive_parts(behind, memory, checksum, received)
             except OSError:
-                if behind and bytes(sent) == before.digest():
+                if behind and _verdict(sent, before) is Verdict.INTACT:
                     yield Verdict.INTACT  # the connection broke, but not before the end of the piece before
                 raise
             if behind:
@@ -219,6 +243,7 @@ class DonorConnection:
 
 
 def _verdict(sent: bytearray, checksum: xxhash.xxh3_128) -> Verdict:
-    if bytes(sent) == TORN:
+    said = bytes(sent[:CHECKSUM_BYTES])
+    if said == TORN:
         return Verdict.TORN
-    return Verdict.INTACT if bytes(sent) == checksum.digest() else Verdict.DAMAGED
+    return Verdict.INTACT if said == checksum.digest() else Verdict.DAMAGED

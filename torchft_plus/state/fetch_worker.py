@@ -161,7 +161,7 @@ class FetchWorker:
                 self._connection = self._host.connect(self._address)
                 self._announced = 0
             news = self._stripes.verified_since(self._announced)[:_MAX_ANNOUNCED]
-            self._connection.ask(*stripe, news)
+            self._connection.ask(self._plan, *stripe, news)
             self._announced += len(news)
 
     def _stripe_pieces(self) -> tuple[int, int]:

@@ -15,6 +15,8 @@ from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
+from torchft_plus.state.memory import CACHE_LINE_BYTES
+
 MAX_HEAD_BYTES = 16 << 10
 CHECKSUM_HEADER = "Body-XXH3-128"
 LEAST_BYTES_A_TIMEOUT = 1 << 20
@@ -146,6 +148,19 @@ def response_head(status: int, content_bytes: int, headers: Mapping[str, str] | 
     return ("\r\n".join(lines) + "\r\n\r\n").encode("ascii")
 
 
+def aligned_head(content_bytes: int, sent_bytes: int) -> bytes:
+    """Head of the response with bytes of tensors, at the end of which a multiple of ``CACHE_LINE_BYTES`` has been sent.
+
+    Args:
+        content_bytes: length of the body.
+        sent_bytes: what the connection has sent before.
+    """
+    headers = {"Content-Type": "application/octet-stream", "Padding": ""}
+    plain_bytes = sent_bytes + len(response_head(200, content_bytes, headers))
+    headers["Padding"] = "-" * (-plain_bytes % CACHE_LINE_BYTES)
+    return response_head(200, content_bytes, headers)
+
+
 def request_head(method: str, path: str, host: str, headers: Mapping[str, str] | None = None) -> bytes:
     """Head of a request without a body."""
     lines = [f"{method} {path} HTTP/1.1", f"Host: {host}"]
@@ -251,7 +266,10 @@ class Stream:
         self._left = b""
         self._tls = False
         self._aborted = False
+        self._coming_bytes = 0
         self._low_water_bytes = 1
+        self.sent_bytes = 0
+        """How much was written."""
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._set_timeouts()
 
@@ -327,6 +345,7 @@ class Stream:
                     raise ProtocolError("the connection broke off inside of a head")
                 return None
             head += data
+            self.expect(-len(data))
             pace.passed(len(data))
         self._left = head[end + 4 :]
         return head[: end + 4]
@@ -341,10 +360,8 @@ class Stream:
             OSError: the connection broke, or nothing or too little came within the timeout.
         """
         target = Views(views)
-        left_bytes = sum(map(len, views))
         pace = _Pace(self._timeout_s)
         while batch := target.batch():
-            self._expect(left_bytes)
             if self._left:
                 count = min(len(self._left), len(batch[0]))
                 batch[0][:count] = self._left[:count]
@@ -353,25 +370,27 @@ class Stream:
                 count = _patiently(partial(self._receive_into, batch), pace)
                 if not count:
                     raise ProtocolError("the connection broke off inside of an answer")
-            left_bytes -= count
             for part in target.advance(count):
                 received(part)
             if not target.done:
                 pace.passed(count)
-        self._expect(0)
 
     def _receive_into(self, batch: list[memoryview]) -> int:
         # An SSLSocket takes one piece of memory at a time; for a single one recvmsg is slower.
         one = self._tls or len(batch) == 1
-        return self.socket.recv_into(batch[0]) if one else self.socket.recvmsg_into(batch)[0]
+        count = self.socket.recv_into(batch[0]) if one else self.socket.recvmsg_into(batch)[0]
+        self.expect(-count)
+        return count
 
-    def _expect(self, left_bytes: int) -> None:
-        """Be woken for a megabyte at a time, or a tick, while so much is to come: at a few hundred kilobytes, as the kernel
-        does by itself, waking takes as much CPU as copying.
+    def expect(self, count: int) -> None:
+        """So many bytes more will come, because they were asked for.
 
-        Twice as much must be to come: a call that has taken part of a megabyte before it waits is woken for a whole one more.
+        While much is to come the thread is woken for a megabyte at a time, or by a tick: at a few hundred kilobytes, as the
+        kernel does by itself, waking takes as much CPU as copying. Twice as much must be to come: a call that has taken part
+        of a megabyte before it waits is woken for a whole one more.
         """
-        much = left_bytes >= 2 * _LOW_WATER_BYTES and not self._tls
+        self._coming_bytes = max(0, self._coming_bytes + count)
+        much = self._coming_bytes >= 2 * _LOW_WATER_BYTES and not self._tls
         low_water_bytes = _LOW_WATER_BYTES if much else 1
         if low_water_bytes != self._low_water_bytes:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, low_water_bytes)
@@ -394,6 +413,7 @@ class Stream:
         send = self._send_tls if self._tls else self.socket.sendmsg
         while batch := source.batch():
             count = _patiently(partial(send, batch), pace)
+            self.sent_bytes += count
             source.advance(count)
             if not source.done:
                 pace.passed(count)

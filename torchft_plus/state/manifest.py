@@ -1,8 +1,9 @@
 """What a version consists of, and the safetensors file that its bytes make. Pure.
 
-The tensors lie one after the other, sorted by name, without gaps; ``offset`` counts from the start of the
-data. The *file* is the data behind a safetensors header of ``header_bytes`` bytes. Data is cut into *pieces*
-of ``PIECE_BYTES``, each of which has a checksum.
+The tensors lie one after the other without gaps: first those that take whole cache lines, so that their bytes lie in the lines
+of the data as they lie in memory, then the others; both sorted by name. ``offset`` counts from the start of the data. The
+*file* is the data behind a safetensors header of ``header_bytes`` bytes. Data is cut into *pieces* of ``PIECE_BYTES``, each of
+which has a checksum.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from typing import Any, cast
 
 from lighthouse.messages import Head
 from torchft_plus.state.errors import StateError
-from torchft_plus.state.memory import SAFETENSORS_DTYPES, dtype_by_name
+from torchft_plus.state.memory import CACHE_LINE_BYTES, SAFETENSORS_DTYPES, dtype_by_name
 from torchft_plus.state.values import Json, parse_json
 
-FORMAT = 2
+FORMAT = 3
 PIECE_BYTES = 4 << 20
 CHECKSUM_BYTES = 16
-"""Of a piece's xxh3_128, which follows it on the wire."""
+"""Of a piece's xxh3_128."""
+TRAILER_BYTES = CACHE_LINE_BYTES
+"""What follows a piece on the wire: its checksum, and zeros."""
 TORN = bytes(CHECKSUM_BYTES)
 """Instead of a checksum: the piece changed while it was sent."""
 MAX_TENSORS = 1_000_000
@@ -157,7 +160,7 @@ def parse_manifest(data: bytes | bytearray, head: Head) -> Manifest:
     """
     match parse_json(data, "the manifest"):
         case {
-            "format": 2,
+            "format": 3,
             "head": {"step": int(step), "quorum_id": int(quorum_id), "digest": str(digest)},
             "signature": dict(signature),
             "header_bytes": int(header_bytes),

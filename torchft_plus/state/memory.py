@@ -8,6 +8,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchft_plus.state.errors import StateError
 
+CACHE_LINE_BYTES = 64
+"""Some processors copy at half the speed if source and target lie differently in their cache lines. The kernel lays end to
+end what a thread sends, so tensors keep their place in the lines if all that is sent before them is a multiple of this."""
+
 # Names of safetensors where the format has the dtype; others travel as bytes and only our manifest tells
 # their dtype.
 SAFETENSORS_DTYPES: dict[torch.dtype, str] = {
@@ -66,8 +70,9 @@ def local_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
     Raises:
         StateError: its memory cannot be sent (sparse, quantized, on the meta device, a tensor subclass).
     """
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    local = tensor.detach()
+    if isinstance(local, DTensor):
+        local = local.to_local()
     if is_traceable_wrapper_subclass(local):
         raise StateError(
             f"{name} is a {type(local).__name__}, a tensor made of others: register its parts with "

@@ -17,7 +17,7 @@ from torchft_plus.state.allocate import placement_names
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.load_plan import LoadPlan
 from torchft_plus.state.manifest import Manifest, TensorSpec
-from torchft_plus.state.memory import contiguous_local, dtype_name, local_tensor, memory_of
+from torchft_plus.state.memory import CACHE_LINE_BYTES, contiguous_local, dtype_name, local_tensor, memory_of
 from torchft_plus.state.sources import (
     Entry,
     ModuleSource,
@@ -40,7 +40,7 @@ class Snapshot:
     """The state at one moment: references to tensors, copies of plain values."""
 
     entries: tuple[tuple[str, Entry], ...]
-    """Sorted by name."""
+    """In the order of the manifest."""
     values: dict[str, Json]
     trees: dict[str, Json]
 
@@ -66,6 +66,12 @@ class Snapshot:
             )
             offset += size_bytes
         return tuple(specs)
+
+
+def _place(entry: tuple[str, Entry]) -> tuple[bool, str]:
+    """Where a named tensor comes in the manifest."""
+    name, local = entry[0], entry[1].local
+    return local.numel() * local.element_size() % CACHE_LINE_BYTES != 0, name
 
 
 class StateRegistry:
@@ -231,7 +237,7 @@ class StateRegistry:
                 values[name] = captured.values
             if captured.tree is not None:
                 trees[name] = captured.tree
-        return Snapshot(tuple(sorted(entries.items())), values, trees)
+        return Snapshot(tuple(sorted(entries.items(), key=_place)), values, trees)
 
     def digest(self) -> str:
         """xxh3_128 (hex) over names, dtypes, shapes and bytes of all that replicas must share, plain values

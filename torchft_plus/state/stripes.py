@@ -59,7 +59,8 @@ class Stripes:
         *,
         wait: bool = True,
     ) -> tuple[int, int] | None:
-        """A range of pieces to fetch: a quarter of a fair share, so that slower ones get less in the end.
+        """A range of pieces to fetch: a quarter of a fair share, so that slower ones get less in the end. Who works alone
+        gets all it may.
 
         Args:
             connections: how many share the work.
@@ -81,7 +82,8 @@ class Stripes:
                 return None
             first, last = self._wanted.pop()
             waiting = last - first + sum(end - start for start, end in self._wanted)
-            count = max(min(least_pieces, waiting // connections), waiting // (_SHARE * connections), 1)
+            share = waiting if connections == 1 else waiting // (_SHARE * connections)
+            count = max(min(least_pieces, waiting // connections), share, 1)
             count = min(count, most_pieces, last - first)
             if first + count < last:
                 self._wanted.append((first + count, last))

@@ -29,7 +29,8 @@ class Piece:
 
     live: bool
     """Some of the memory is that of the training tensors."""
-    parts: tuple[torch.Tensor, ...]
+    parts: tuple[memoryview | torch.Tensor, ...]
+    """Host memory, or a tensor on an accelerator."""
     written: tuple[torch.Event, ...] = ()
     """When the accelerators have written it."""
 
@@ -37,7 +38,31 @@ class Piece:
         """The bytes in order; those of an accelerator are copied to the host."""
         for event in self.written:  # the stream of this thread is not that which training writes in
             event.synchronize()
-        return [part.cpu().numpy().data for part in self.parts]
+        return [part if isinstance(part, memoryview) else part.cpu().numpy().data for part in self.parts]
+
+
+class _Bytes:
+    """A tensor's memory as bytes.
+
+    Args:
+        tensor: 1-D, uint8.
+    """
+
+    __slots__ = ("_view", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._view: memoryview | None = None
+
+    def __getitem__(self, part: slice) -> memoryview | torch.Tensor:
+        """Some of it, no copy."""
+        if not _lies_on_host(self.tensor):
+            return self.tensor[part]
+        if self._view is None:
+            self._view = (
+                self.tensor.numpy().data
+            )  # once: to slice a view takes a tenth of what a tensor takes
+        return self._view[part]
 
 
 class VersionMemory:
@@ -67,14 +92,14 @@ class VersionMemory:
         self._changed = changed
         self._starts = [spec.offset for spec in specs]
         self._lengths = [spec.size_bytes for spec in specs]
-        self._memory: list[torch.Tensor | None] = []
+        self._memory: list[_Bytes | None] = []
         self._copied: list[bool] = []
         for name, entry in entries:
             local = contiguous_local(entry.local, name)
             copied = not is_plain_memory(entry.local)
             if entry.changes_in_forward and not copied:
                 local, copied = local.clone(), True
-            self._memory.append(bytes_of(local))
+            self._memory.append(_Bytes(bytes_of(local)))
             self._copied.append(copied)
         self._written = written(self._live_tensors().values())
         self._uncopied = _on_host(self._live_tensors())
@@ -88,7 +113,7 @@ class VersionMemory:
     def _live_tensors(self) -> dict[int, torch.Tensor]:
         """Those that are neither copied nor let go."""
         return {
-            index: memory
+            index: memory.tensor
             for index, memory in enumerate(self._memory)
             if memory is not None and not self._copied[index]
         }
@@ -108,7 +133,7 @@ class VersionMemory:
             StateError: they were let go.
         """
         live = False
-        parts: list[torch.Tensor] = []
+        parts: list[memoryview | torch.Tensor] = []
         for event in self._written if copy else ():
             event.wait()  # the stream in which the copies are made
         for index, first, last in parts_between(self._lengths, self._starts, start, end):
@@ -117,9 +142,8 @@ class VersionMemory:
                 raise StateError(
                     f"tensor {self._specs[index].name!r} of version {self._version} was let go when training went on"
                 )
-            part = memory if last - first == len(memory) else memory[first:last]
             live = live or not (copy or self._copied[index])
-            parts.append(part.clone() if copy else part)
+            parts.append(_Bytes(memory.tensor[first:last].clone())[:] if copy else memory[first:last])
         return Piece(live, tuple(parts), self._written)
 
     def is_intact(self, piece: Piece) -> bool:
@@ -221,7 +245,7 @@ class VersionMemory:
         for index in batch:
             memory, spec = self._memory[index], self._specs[index]
             if memory is not None and not self._copied[index] and self._needs(spec.offset, spec.end):
-                needed[index] = memory
+                needed[index] = memory.tensor
         return needed
 
     def _targets(self, indices: Iterable[int]) -> list[torch.Tensor]:
@@ -230,9 +254,10 @@ class VersionMemory:
         return [self._block[self._starts[index] : self._specs[index].end] for index in indices]
 
     def _keep(self, sources: dict[int, torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
-        for (index, memory), kept in zip(sources.items(), copies, strict=True):
-            if self._memory[index] is memory:  # else the version was dropped meanwhile
-                self._memory[index], self._copied[index] = kept, True
+        for (index, source), kept in zip(sources.items(), copies, strict=True):
+            memory = self._memory[index]
+            if memory is not None and memory.tensor is source:  # else the version was dropped meanwhile
+                self._memory[index], self._copied[index] = _Bytes(kept), True
                 self._copied_bytes += len(kept)
 
 

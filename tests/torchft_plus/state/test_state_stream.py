@@ -34,10 +34,12 @@ def test_after_fast_parts_small_ones_are_read_as_soon_as_they_are_there() -> Non
     for size_bytes in sizes:
         content = os.urandom(size_bytes)
         thread = _sender(sender, content)
+        reader.expect(size_bytes)
         assert reader.read(size_bytes) == content
         assert reader.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1
         thread.join()
     thread = _sender(sender, bytes(8 * MB), b"HTTP/1.1 200 OK\r\n\r\n")
+    reader.expect(8 * MB)
     reader.read(8 * MB)
     assert reader.read_head() == b"HTTP/1.1 200 OK\r\n\r\n"
     thread.join()
@@ -51,8 +53,10 @@ def test_after_fast_parts_an_end_is_noticed_at_once_and_silence_in_time(arrived_
         reader, sender = _streams(1.0)
         for _ in range(2):
             thread = _sender(sender, bytes(8 * MB))
+            reader.expect(8 * MB)
             reader.read(8 * MB)
             thread.join()
+        reader.expect(8 * MB)
         sender.write([bytes(arrived_bytes)])
         if ends:
             sender.close()
@@ -62,10 +66,48 @@ def test_after_fast_parts_an_end_is_noticed_at_once_and_silence_in_time(arrived_
         sender.close()
 
 
+def test_between_answers_that_are_on_the_way_a_megabyte_is_waited_for_and_behind_them_no_more() -> None:
+    reader, sender = _streams(10.0)
+
+    def low_water_bytes() -> int:
+        return reader.socket.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+
+    for _ in range(3):
+        reader.expect(4 * MB)
+    thread = _sender(sender, bytes(12 * MB))
+    seen: list[int] = []
+    for _ in range(3):
+        seen.append(low_water_bytes())
+        reader.read(4 * MB)
+    thread.join()
+    assert seen == [MB, MB, MB]
+    assert low_water_bytes() == 1
+    reader.close()
+    sender.close()
+
+
+def test_a_refusal_in_place_of_much_is_read_within_a_tick() -> None:
+    refusal = b"HTTP/1.1 410 Gone\r\nContent-Length: 0\r\n\r\n"
+
+    def delay_s() -> float:
+        reader, sender = _streams(10.0)
+        reader.expect(64 * MB)
+        sender.write([refusal])
+        start = time.monotonic()
+        assert reader.read_head() == refusal
+        seconds = time.monotonic() - start
+        reader.close()
+        sender.close()
+        return seconds
+
+    assert min(delay_s() for _ in range(5)) < 1.0
+
+
 def _delay_s(first_bytes: int, then_bytes: int) -> float:
     """How long after the last bytes are sent a read of all ends, that has most times taken the first ones before."""
     reader, sender = _streams(10.0)
     ended: list[float] = []
+    reader.expect(first_bytes + then_bytes)
 
     def read() -> None:
         reader.read(first_bytes + then_bytes)
@@ -95,6 +137,7 @@ def test_a_slow_connection_tells_of_every_byte() -> None:
     reader, sender = _streams(10.0)
     told: list[int] = []
     failed: list[BaseException] = []
+    reader.expect(8 * MB)
 
     def read() -> None:
         try:
