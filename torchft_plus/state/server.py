@@ -189,6 +189,7 @@ class StateServer:
                 _log.warning("a reader of state could not be accepted: %s", error)
                 continue
             stream = Stream(connection, min(self._stall_ms / 1000, HANDSHAKE_DEADLINE_S))
+            stream.spare_pacing()
             thread = threading.Thread(target=self._serve, args=(stream,), name="state-reader", daemon=True)
             with self._lock:
                 if self._closed.is_set() or len(self._connections) >= _MAX_CONNECTIONS:
