@@ -23,7 +23,8 @@ from torchft_plus.state.http import (
     split_address,
 )
 from torchft_plus.state.load_plan import LoadPlan
-from torchft_plus.state.manifest import CHECKSUM_BYTES, PIECE_BYTES, TORN, TRAILER_BYTES, head_name
+from torchft_plus.state.manifest import PIECE_BYTES, TORN, TRAILER_BYTES, head_name, trailer
+from torchft_plus.state.staging import Landing
 from torchft_plus.state.values import MAX_JSON_BYTES
 
 _MAX_SENTENCE_BYTES = 4096
@@ -148,11 +149,11 @@ class DonorConnection:
         self._stream.expect(asked.content_bytes)
         self._asked.append(asked)
 
-    def receive(self, plan: LoadPlan, received: Callable[[int], None]) -> Iterator[Verdict]:
-        """Receive the range that was asked for first into the memory of ``plan`` and compare checksums.
+    def receive(self, landing: Landing, received: Callable[[int], None]) -> Iterator[Verdict]:
+        """Receive the range that was asked for first into ``landing`` and compare checksums.
 
         Args:
-            plan: where the bytes go.
+            landing: where the bytes go.
             received: called with the number of bytes that have come, as they come.
 
         Yields:
@@ -172,19 +173,21 @@ class DonorConnection:
         sent = bytearray(TRAILER_BYTES)
         for start, end in asked.pieces:
             checksum = xxhash.xxh3_128()
-            memory = plan.memory(start, end)
+            memory = landing.memory(start, end)
             sent[:] = bytes(TRAILER_BYTES)
             try:
                 self._receive_parts(behind, memory, checksum, received)
             except OSError:
                 if behind and _verdict(sent, before) is Verdict.INTACT:
-                    yield Verdict.INTACT  # the connection broke, but not before the end of the piece before
+                    yield _settle(
+                        landing, Verdict.INTACT
+                    )  # the piece before came before the connection broke
                 raise
             if behind:
-                yield _verdict(sent, before)
+                yield _settle(landing, _verdict(sent, before))
             behind, before = [memoryview(sent)], checksum
         self._stream.read_into(behind)
-        yield _verdict(sent, before)
+        yield _settle(landing, _verdict(sent, before))
 
     def _receive_parts(
         self,
@@ -242,8 +245,13 @@ class DonorConnection:
         return body
 
 
+def _settle(landing: Landing, verdict: Verdict) -> Verdict:
+    landing.settle(verdict is Verdict.INTACT)
+    return verdict
+
+
 def _verdict(sent: bytearray, checksum: xxhash.xxh3_128) -> Verdict:
-    said = bytes(sent[:CHECKSUM_BYTES])
-    if said == TORN:
+    said = bytes(sent)
+    if said == trailer(TORN):
         return Verdict.TORN
-    return Verdict.INTACT if said == checksum.digest() else Verdict.DAMAGED
+    return Verdict.INTACT if said == trailer(checksum.digest()) else Verdict.DAMAGED

@@ -93,6 +93,7 @@ class FetchWorker:
         self._host = host
         self._address = address
         self._plan = plan
+        self._landing = plan.landing()
         self._stripes = stripes
         self._connection = connection
         self._asked: deque[tuple[int, int]] = deque()
@@ -127,6 +128,7 @@ class FetchWorker:
         finally:
             self._give_back()
             self._disconnect()
+            self._landing.finish()
 
     # --- speed, for the thread that watches ---
 
@@ -180,7 +182,7 @@ class FetchWorker:
 
     def _receive(self) -> None:
         assert self._connection is not None
-        for verdict in self._connection.receive(self._plan, self._received):
+        for verdict in self._connection.receive(self._landing, self._received):
             self._verdicts.append(verdict)
         self._failures = 0
         self._settle_first()
@@ -223,6 +225,7 @@ class FetchWorker:
         if self._connection is not None:
             self._host.disconnect(self._connection)
             self._connection = None
+            self._landing.abandon()
 
 
 def describe(error: Exception) -> str:

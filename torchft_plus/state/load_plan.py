@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from torchft_plus.state.copies import written
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.manifest import Manifest
-from torchft_plus.state.memory import is_plain_memory, local_tensor, memory_of
+from torchft_plus.state.memory import bytes_of, is_plain_memory, local_tensor
+from torchft_plus.state.staging import Landing, bytes_or_view
 
 
 class LoadPlan:
-    """Memory for every tensor of a manifest: the target's own where it is plain CPU memory, else a bounce
-    buffer.
+    """Memory for every tensor of a manifest: the target's own where it is plain memory, else a bounce buffer beside it.
 
     Bytes are written by raw writes that autograd does not see; whoever owns the tensors must not compute with
     them until the version is applied.
@@ -30,25 +31,33 @@ class LoadPlan:
         self._starts = [spec.offset for spec in manifest.tensors]
         self._lengths = [spec.size_bytes for spec in manifest.tensors]
         self._bounces: dict[int, torch.Tensor] = {}
-        self._memory: list[memoryview] = []
+        memories: list[torch.Tensor] = []
         for index, (spec, target) in enumerate(zip(manifest.tensors, targets, strict=True)):
             local = local_tensor(target, spec.name)
-            if local.device.type != "cpu" or not is_plain_memory(local):
-                local = torch.empty(spec.shape, dtype=local.dtype)
+            if not is_plain_memory(local):
+                local = torch.empty(spec.shape, dtype=local.dtype, device=local.device)
                 self._bounces[index] = local
-            self._memory.append(memory_of(local))
+            memories.append(bytes_of(local))
+        self._memory = [bytes_or_view(memory) for memory in memories]
+        self._ready = written(memories)
+        """What is queued up to now may still write where an accelerator's new memory was before."""
         self._complete = False
 
-    def memory(self, start: int, end: int) -> list[memoryview]:
-        """The memory of data bytes ``[start, end)``, in order, without empty parts."""
+    def landing(self) -> Landing:
+        """Where one connection receives."""
+        return Landing(self._parts, self._ready)
+
+    def _parts(self, start: int, end: int) -> list[memoryview | torch.Tensor]:
         parts = parts_between(self._lengths, self._starts, start, end)
         return [self._memory[index][first:last] for index, first, last in parts]
 
     def finish(self) -> None:
-        """All bytes are there and verified: move bounced tensors to their place."""
+        """All bytes are there and verified, and landed: move bounced tensors to their place."""
         with torch.no_grad():
             for index, bounce in self._bounces.items():
                 local_tensor(self._targets[index], self.manifest.tensors[index].name).copy_(bounce)
+        for event in written(self._bounces.values()):
+            event.synchronize()  # the training thread may use another stream
         self._bounces.clear()
         self._complete = True
 

@@ -110,6 +110,11 @@ class Manifest:
         return json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
 
 
+def trailer(checksum: bytes) -> bytes:
+    """What follows the piece with ``checksum``."""
+    return checksum.ljust(TRAILER_BYTES, b"\0")
+
+
 def head_name(head: Head) -> str:
     """The name of a version in addresses: ``{step}-{quorum_id}``, at step 0 followed by ``-{digest}``."""
     return f"{head.step}-{head.quorum_id}" + (f"-{head.digest}" if head.digest else "")

@@ -91,6 +91,11 @@ def local_tensor(tensor: torch.Tensor, name: str) -> torch.Tensor:
     return local
 
 
+def lies_on_host(tensor: torch.Tensor) -> bool:
+    """True if the processor can read and write the memory of ``tensor``."""
+    return tensor.device.type == "cpu"
+
+
 def is_plain_memory(local: torch.Tensor) -> bool:
     """True if the bytes of ``local`` in row-major order are one block of memory as they are."""
     return local.is_contiguous() and not local.is_conj() and not local.is_neg()

@@ -38,8 +38,9 @@ from torchft_plus.state.http import (
     response_head,
     split_address,
 )
-from torchft_plus.state.manifest import PIECE_BYTES, TORN, TRAILER_BYTES, head_name, parse_head
+from torchft_plus.state.manifest import PIECE_BYTES, TORN, TRAILER_BYTES, head_name, parse_head, trailer
 from torchft_plus.state.registry import StateRegistry
+from torchft_plus.state.staging import Departure
 from torchft_plus.state.version import Hold, Piece, Version
 from torchft_plus.state.version_store import NotServed, NotYetServed, VersionStore
 
@@ -309,12 +310,13 @@ class StateServer:
         with version.hold(first, end - len(header)) as hold:
             self._require(version, hold)
             stream.write([answer, header[start:end]])
+            departure = Departure()
             while hold.start < hold.end:
                 # Whoever reads the file could not ask for torn pieces again: it comes from a copy.
                 pieces = self._look_up(version, hold, copy=True)
                 if not pieces:
                     return False
-                stream.write(pieces[0].memory())
+                stream.write(departure.memory(pieces[0].parts, pieces[0].written))
                 hold.start = _end_of_piece(hold.start, hold.end)
         return True
 
@@ -331,20 +333,21 @@ class StateServer:
             return True
         with version.hold(start, end) as hold:
             self._require(version, hold)
+            departure = Departure()
             pieces: Sequence[Piece] = ()
             while hold.start < hold.end:
                 pieces = pieces or self._look_up(version, hold, copy=False)
                 if not pieces:
                     return False
                 piece, *pieces = pieces
-                memory = piece.memory()
+                memory = departure.memory(piece.parts, piece.written)
                 stream.write([ahead, *memory])
                 checksum = xxhash.xxh3_128()  # afterwards: the reader works meanwhile
                 for view in memory:
                     checksum.update(view)
                 with self._store.changed:
                     intact = version.is_intact(piece)
-                ahead = (checksum.digest() if intact else TORN).ljust(TRAILER_BYTES, b"\0")
+                ahead = trailer(checksum.digest() if intact else TORN)
                 hold.start = _end_of_piece(hold.start, hold.end)
                 if not intact:
                     pieces = ()  # those behind it have moved, too

@@ -16,8 +16,9 @@ from torchft_plus.state.copies import batches, copy_on_device, copy_on_host, wri
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.load_plan import parts_between
 from torchft_plus.state.manifest import TensorSpec
-from torchft_plus.state.memory import bytes_of, contiguous_local, is_plain_memory
+from torchft_plus.state.memory import bytes_of, contiguous_local, is_plain_memory, lies_on_host
 from torchft_plus.state.sources import Entry
+from torchft_plus.state.staging import bytes_or_view
 
 IN_HAND_DEADLINE_S = 30.0
 """For the few megabytes (or the one tensor) that the other thread is copying."""
@@ -30,15 +31,9 @@ class Piece:
     live: bool
     """Some of the memory is that of the training tensors."""
     parts: tuple[memoryview | torch.Tensor, ...]
-    """Host memory, or a tensor on an accelerator."""
+    """Host memory, or 1-D uint8 tensors on an accelerator."""
     written: tuple[torch.Event, ...] = ()
     """When the accelerators have written it."""
-
-    def memory(self) -> list[memoryview]:
-        """The bytes in order; those of an accelerator are copied to the host."""
-        for event in self.written:  # the stream of this thread is not that which training writes in
-            event.synchronize()
-        return [part if isinstance(part, memoryview) else part.cpu().numpy().data for part in self.parts]
 
 
 class _Bytes:
@@ -48,21 +43,17 @@ class _Bytes:
         tensor: 1-D, uint8.
     """
 
-    __slots__ = ("_view", "tensor")
+    __slots__ = ("_memory", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
-        self._view: memoryview | None = None
+        self._memory: memoryview | torch.Tensor | None = None
 
     def __getitem__(self, part: slice) -> memoryview | torch.Tensor:
         """Some of it, no copy."""
-        if not _lies_on_host(self.tensor):
-            return self.tensor[part]
-        if self._view is None:
-            self._view = (
-                self.tensor.numpy().data
-            )  # once: to slice a view takes a tenth of what a tensor takes
-        return self._view[part]
+        if self._memory is None:  # once: to slice a view takes a tenth of what it takes to make one
+            self._memory = bytes_or_view(self.tensor)
+        return self._memory[part]
 
 
 class VersionMemory:
@@ -134,6 +125,7 @@ class VersionMemory:
         """
         live = False
         parts: list[memoryview | torch.Tensor] = []
+        copies: list[torch.Tensor] = []
         for event in self._written if copy else ():
             event.wait()  # the stream in which the copies are made
         for index, first, last in parts_between(self._lengths, self._starts, start, end):
@@ -143,7 +135,12 @@ class VersionMemory:
                     f"tensor {self._specs[index].name!r} of version {self._version} was let go when training went on"
                 )
             live = live or not (copy or self._copied[index])
-            parts.append(_Bytes(memory.tensor[first:last].clone())[:] if copy else memory[first:last])
+            if copy:
+                copies.append(memory.tensor[first:last].clone())
+            else:
+                parts.append(memory[first:last])
+        if copy:
+            return Piece(live, tuple(bytes_or_view(copied) for copied in copies), written(copies))
         return Piece(live, tuple(parts), self._written)
 
     def is_intact(self, piece: Piece) -> bool:
@@ -231,7 +228,7 @@ class VersionMemory:
 
     def _copy_accelerator(self) -> None:
         # In the order of the current stream, which the training thread's updates follow: it need not wait.
-        for index in [index for index, memory in self._live_tensors().items() if not _lies_on_host(memory)]:
+        for index in [index for index, memory in self._live_tensors().items() if not lies_on_host(memory)]:
             with self._changed:
                 sources = self._needed((index,))
             copies = [copy_on_device(memory) for memory in sources.values()]
@@ -261,10 +258,6 @@ class VersionMemory:
                 self._copied_bytes += len(kept)
 
 
-def _lies_on_host(memory: torch.Tensor) -> bool:
-    return memory.device.type == "cpu"
-
-
 def _on_host(tensors: dict[int, torch.Tensor]) -> list[tuple[int, ...]]:
     """Batches of the tensors that lie on the host."""
-    return list(batches((index, len(memory)) for index, memory in tensors.items() if _lies_on_host(memory)))
+    return list(batches((index, len(memory)) for index, memory in tensors.items() if lies_on_host(memory)))

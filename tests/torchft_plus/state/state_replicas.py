@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from lighthouse.messages import Head
 from torchft_plus.state import FetchReport, StateRegistry, StateServer, fetch_state
+from torchft_plus.state.staging import Departure
+from torchft_plus.state.version_memory import Piece
 
 MakeOptimizer = Callable[[list[dict[str, object]]], Optimizer]
 
@@ -120,6 +122,11 @@ def apply(registry: StateRegistry, report: FetchReport) -> None:
     """Apply a fetched version at its own head."""
     registry.apply_values(report.plan.manifest.values)
     registry.apply_tensors(report.plan)
+
+
+def bytes_of_piece(piece: Piece) -> bytes:
+    """What a reader of ``piece`` gets."""
+    return b"".join(bytes(view) for view in Departure().memory(piece.parts, piece.written))
 
 
 class InBackground:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from state_replicas import InBackground, head_at
+from state_replicas import InBackground, bytes_of_piece, head_at
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchft_plus.state import StateError, StateRegistry, StateServer
@@ -91,7 +91,7 @@ class Donor:
 
 
 def _content(version: Version, start: int = 0, end: int = COUNT * SIZE) -> bytes:
-    return b"".join(bytes(view) for view in version.read(start, end, copy=False).memory())
+    return bytes_of_piece(version.read(start, end, copy=False))
 
 
 def _block(version: Version) -> StorageWeakRef:
@@ -300,7 +300,7 @@ def test_the_training_thread_copies_what_lies_on_an_accelerator(monkeypatch: pyt
     copying, donor = Copying(monkeypatch), Donor()
     there = {donor.tensors[str(index)].data_ptr() for index in range(3)}
     prefix = "torchft_plus.state.version_memory"
-    monkeypatch.setattr(f"{prefix}._lies_on_host", lambda memory: memory.data_ptr() not in there)
+    monkeypatch.setattr(f"{prefix}.lies_on_host", lambda memory: memory.data_ptr() not in there)
     monkeypatch.setattr(f"{prefix}.copy_on_device", copy)
     copying.go_free()
     version = donor.capture()
@@ -310,52 +310,6 @@ def test_the_training_thread_copies_what_lies_on_an_accelerator(monkeypatch: pyt
     assert by_thread == [threading.current_thread().name] * 3
     assert copying.by_training == 0
     assert _content(version) == bytes(COUNT * SIZE)
-
-
-class _Event:
-    def __init__(self) -> None:
-        self.waits = 0
-
-    def synchronize(self) -> None:
-        self.waits += 1
-
-    def wait(self) -> None:
-        self.waits += 1
-
-
-def test_a_reader_waits_until_an_accelerator_has_written_what_it_reads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The first three tensors pass for an accelerator's: whose work is queued on a stream that is not the reader's."""
-    events: list[_Event] = []
-
-    def written(memory: Iterable[torch.Tensor]) -> tuple[_Event, ...]:
-        if any(tensor.data_ptr() in there for tensor in memory):
-            events.append(_Event())
-        return tuple(events[-1:])
-
-    donor = Donor()
-    there = {donor.tensors[str(index)].data_ptr() for index in range(3)}
-
-    def copy(memory: torch.Tensor) -> torch.Tensor:
-        copied = memory.clone()
-        there.add(copied.data_ptr())
-        return copied
-
-    prefix = "torchft_plus.state.version_memory"
-    monkeypatch.setattr(f"{prefix}._lies_on_host", lambda memory: memory.data_ptr() not in there)
-    monkeypatch.setattr(f"{prefix}.copy_on_device", copy)
-    monkeypatch.setattr(f"{prefix}.written", written)
-    version = donor.capture()
-    _content(version)
-    assert [event.waits for event in events] == [1], "what the last update has queued"
-    version.read(0, SIZE, copy=True)
-    assert [event.waits for event in events] == [2], "a copy for a reader of the file, too"
-    donor.wait_for_helpers()
-    donor.update()
-    assert len(events) == 4
-    _content(version)
-    assert events[-1].waits == 1, "the copies"
 
 
 def test_the_server_ends_the_thread_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:

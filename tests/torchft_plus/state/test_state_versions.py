@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from state_replicas import InBackground, head_at, make_replica
+from state_replicas import InBackground, bytes_of_piece, head_at, make_replica
 
 from lighthouse.messages import Head
 from torchft_plus.state import StateError, StateRegistry
@@ -47,7 +47,7 @@ class Donor:
 
 
 def _content(version: Version, start: int = 0, end: int = 200) -> bytes:
-    return b"".join(bytes(view) for view in version.read(start, end, copy=False).memory())
+    return bytes_of_piece(version.read(start, end, copy=False))
 
 
 def test_nothing_is_captured_or_copied_when_nobody_reads() -> None:
@@ -140,8 +140,8 @@ def test_memory_that_went_back_to_training_is_told() -> None:
     assert version.is_intact(live)
     donor.update()
     assert not version.is_intact(live)
-    assert live.memory()[0][0] == 1
-    assert copied.memory()[0][0] == 0
+    assert bytes_of_piece(live)[0] == 1
+    assert bytes_of_piece(copied)[0] == 0
     again = version.read(0, 200, copy=False)
     donor.update()
     assert version.is_intact(again)
@@ -160,7 +160,7 @@ def test_readers_are_served_while_the_training_thread_copies(monkeypatch: pytest
         def serve() -> None:
             with donor.store.changed:
                 piece = version.read(0, 100, copy=False)
-                served.append(bytes(piece.memory()[0]))
+                served.append(bytes_of_piece(piece))
                 assert version.is_intact(piece)
                 version.release("r", 0, 100)
 
