@@ -32,9 +32,6 @@ from benchmarks.systems import (
 )
 from benchmarks.workload import Workload
 
-WIDTHS = list(Workload().widths)
-DEVICE_TIME_S = Workload().device_time_s
-
 
 def main() -> None:
     """Train until the channel closes; then end at once, as the bench is not about leaving."""

@@ -44,10 +44,13 @@ NOTES = [
     "what a transport allocates is memory that the process did not have yet, as in a process that joins.",
     "CPU s/GB: donor and receiver together; it says more than GB/s when others use the machine.",
     "memory: how far the resident memory rose above what it was before the transfer, as a multiple of the state.",
-    "steps: time between commits of the two groups that train, until the third one takes part, from its first step on;"
-    " throttled: the donors' sockets send so fast that the download takes about 20 steps (kernel pacing). Where three"
-    " groups share fewer cores, their steps are longer than those of two also when nobody fetches: *three groups*, 60 steps"
-    " after all are level, tells that from the download.",
-    "steps: one step of each join copies what readers still need, with the change of the quorum before it. With more than 20"
-    " steps meanwhile that is less than one in twenty, so the p95 hardly sees it: look at the worst step, too.",
+    "steps: of the two groups that train, each step of which a part lies between the moment when the third one asks to be let"
+    " in and its first commit as one of three; throttled: the donors' sockets send so fast that the download takes about 20"
+    " steps (kernel pacing). *two groups* and *three groups* are 30 steps before that, and 30 after all are level. Where groups"
+    " share few cores, three of them take longer than two also when nobody fetches.",
+    "steps, compute: *cpu* is a model that computes on the cores that all groups share (and 30 ms of wait). *device* is an"
+    " emulation of a device of each group's own: a wait of 100 ms, which takes no CPU, stands for its computing. Gradients (of"
+    " one row), reduction, vote, optimizer, download, copies and catch-up are real, and on the shared cores.",
+    "steps: one step of each join has the change of the quorum, and copies what readers still need. With more than 20 steps"
+    " meanwhile that is less than one in twenty, so the p95 hardly sees it: look at the worst step, too.",
 ]

@@ -2,6 +2,9 @@
 
 Once with the link as it is (on few cores the copy itself takes CPU from training), once with a link so throttled that the
 download takes as many steps as it is asked to and next to no CPU: what is left is the waiting of the system itself.
+
+And once with the model's compute on the same few cores, where a third group that computes makes the steps of the others
+longer also when nobody fetches, once as though each group had a device of its own: emulated, see ``WORKLOADS``.
 """
 
 from __future__ import annotations
@@ -10,8 +13,8 @@ import sys
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,15 +23,19 @@ from benchmarks import lighthouses
 from benchmarks.children import ROOT, ChildFailed, Worker, environment
 from benchmarks.figures import quantile
 from benchmarks.recovery_log import Journal
-from benchmarks.recovery_worker import DEVICE_TIME_S
+from benchmarks.workload import Workload
 
 MB = 1 << 20
+WORKLOADS = {"cpu": Workload(), "device": Workload(batch=1, device_time_s=0.1, digest_every=10)}
+"""By where the model computes. *device*: a wait of a fixed length, which holds neither a processor nor the GIL, stands for it.
+A batch of one row is computed beside it, so that gradients are as large and as real as with *cpu*. Reduction, vote, optimizer
+and state are the same, and are on the CPUs that the groups share: the wait is long, so that they are a small part of a step."""
 TRANSFER_STEPS = 20
-STEP_S = DEVICE_TIME_S + 0.015
-"""About what a step of the workload takes while the third group fetches."""
+BESIDE_DEVICE_S = 0.01
+"""About what a step takes beside the wait of its workload, while the third group fetches."""
 THROTTLED_MB = 64
 FREE_MB = 1024
-NORMAL_STEPS = 60
+NORMAL_STEPS = 30
 DEADLINE_S = 120.0
 SURVIVORS = ("replica_0", "replica_1")
 JOINER = "replica_2"
@@ -40,6 +47,13 @@ class Variant:
 
     system: str
     throttled: bool
+    compute: str
+    """One of ``WORKLOADS``."""
+
+    @property
+    def name(self) -> str:
+        """For its folder."""
+        return f"steps-{self.compute}-{'throttled' if self.throttled else 'free'}-{self.system}"
 
     @property
     def size_bytes(self) -> int:
@@ -52,24 +66,22 @@ class Variant:
         if not self.throttled:
             return 0
         donors = len(SURVIVORS) if self.system == "torchft_plus" else 1
-        return int(self.size_bytes / (TRANSFER_STEPS * STEP_S) / donors)
+        step_s = WORKLOADS[self.compute].device_time_s + BESIDE_DEVICE_S
+        return int(self.size_bytes / (TRANSFER_STEPS * step_s) / donors)
 
 
 def measure(options: Any, torchft_python: str | None) -> list[dict[str, Any]]:
-    """Both systems, throttled and not. Returns one entry each."""
-    entries: list[dict[str, Any]] = []
-    for throttled in (True, False):
-        for system in options.systems:
-            variant = Variant(system, throttled)
-            folder = Path(options.scratch) / f"steps-{system}-{'throttled' if throttled else 'free'}"
+    """Both systems, throttled and not, with either compute. Returns one entry each."""
+    cases = product(WORKLOADS, (True, False), options.systems)
+    variants = [Variant(system, throttled, compute) for compute, throttled, system in cases]
+    runs: dict[Variant, list[dict[str, Any]]] = {variant: [] for variant in variants}
+    for run in range(options.joins):  # in turn: what others do to the machine meanwhile meets all of them
+        for variant in variants:
+            folder = Path(options.scratch) / f"{variant.name}-{run}"
             folder.mkdir(parents=True)
-            runs: list[dict[str, Any]] = []
-            for run in range(options.joins):
-                (folder / str(run)).mkdir()
-                with _groups(variant, folder / str(run), torchft_python) as groups:
-                    runs.append(groups.join())
-            entries.append(_entry(variant, runs))
-    return entries
+            with _groups(variant, folder, torchft_python) as groups:
+                runs[variant].append(groups.join())
+    return [_entry(variant, runs[variant]) for variant in variants]
 
 
 class Groups:
@@ -79,7 +91,7 @@ class Groups:
         self._journal = journal
         self._workers = workers
         self._entered = entered
-        """When each group was about to start its first step."""
+        """When each group was about to make its manager, which asks the Lighthouse to let it in."""
 
     def join(self) -> dict[str, Any]:
         """Let the third one join. Returns the survivors' times between commits: of two groups, until the third is level,
@@ -99,19 +111,26 @@ class Groups:
         self._until_commits((JOINER, *SURVIVORS), settled, NORMAL_STEPS)
         wrong, _ = self._journal.disagreements()
         return {
-            "normal_s": self._gaps(begin, joined),
-            "during_s": self._gaps(first, level),
-            "three_s": self._gaps(settled, time.monotonic()),
+            "normal_s": self._gaps_within(begin, joined),
+            "during_s": self._gaps_that_meet(first, level),
+            "three_s": self._gaps_within(settled, time.monotonic()),
             "join_s": level - first,
             "steps_that_differ": wrong,
         }
 
-    def _gaps(self, start: float, end: float) -> list[float]:
-        gaps: list[float] = []
+    def _gaps_within(self, start: float, end: float) -> list[float]:
+        """Seconds between the commits of each survivor, of whole steps between two moments."""
+        return [late - early for early, late in self._steps() if start <= early and late <= end]
+
+    def _gaps_that_meet(self, start: float, end: float) -> list[float]:
+        """The same of all steps of which a part lies between them."""
+        return [late - early for early, late in self._steps() if start < late and early < end]
+
+    def _steps(self) -> list[tuple[float, float]]:
+        steps: list[tuple[float, float]] = []
         for replica_id in SURVIVORS:
-            times = [one.time for one in self._journal.commits(replica_id, start)]
-            gaps += [late - early for early, late in pairwise(times) if early <= end]
-        return gaps
+            steps += pairwise(one.time for one in self._journal.commits(replica_id, 0.0))
+        return steps
 
     def _until_commits(
         self, replica_ids: tuple[str, ...], start: float, count: int, participants: int = 0
@@ -174,6 +193,7 @@ def _worker(
             lighthouse=address,
             size_bytes=variant.size_bytes,
             link_bytes_per_s=variant.link_bytes_per_s,
+            workload=asdict(WORKLOADS[variant.compute]),
             late=replica_id == JOINER,
         )
         yield worker
@@ -187,6 +207,7 @@ def _entry(variant: Variant, runs: list[dict[str, Any]]) -> dict[str, Any]:
     three = [gap for run in runs for gap in run["three_s"]]
     return {
         "system": variant.system,
+        "compute": variant.compute,
         "throttled": variant.throttled,
         "size_mb": variant.size_bytes // MB,
         "joins": len(runs),
@@ -202,15 +223,16 @@ def _entry(variant: Variant, runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 def table(entries: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]]]:
     """The entries as (title, header, rows)."""
-    header = ["link", "system", "state MB", "steps meanwhile"]
+    header = ["compute", "link", "system", "state MB", "steps meanwhile"]
     header += ["two groups p50/p95 ms", "meanwhile p50/p95 ms", "three groups p50/p95 ms"]
     header += ["p50, p95 of two", "p50, p95 of three", "worst step of a join ms, median", "differ"]
     rows = [
         [
+            entry["compute"],
             "throttled" if entry["throttled"] else "free",
             entry["system"],
             str(entry["size_mb"]),
-            str(entry["steps"]),
+            f"{entry['joins']} x {entry['steps']}",
             "{:.1f} / {:.1f}".format(*entry["normal_ms"]),
             "{:.1f} / {:.1f}".format(*entry["during_ms"]),
             "{:.1f} / {:.1f}".format(*entry["three_ms"]),
@@ -221,7 +243,8 @@ def table(entries: list[dict[str, Any]]) -> tuple[str, list[str], list[list[str]
         ]
         for entry in entries
     ]
-    return "Survivors' steps while a third group joins and fetches", header, rows
+    title = "Survivors' steps while a third group joins and fetches; a device of each group's own is emulated by a wait"
+    return title, header, rows
 
 
 def _ratios(entry: dict[str, Any], base: str) -> str:

@@ -15,9 +15,15 @@ from typing import Any
 import torch
 
 from benchmarks.channel import Channel
-from benchmarks.recovery_worker import WIDTHS, end_with, train
+from benchmarks.recovery_worker import end_with, model_of, train
 from benchmarks.state_worker import make_state
-from benchmarks.systems import Membership, TorchftTuning, mlp, sgd, torchft_plus_system, torchft_system
+from benchmarks.systems import (
+    Membership,
+    TorchftTuning,
+    import_system,
+    torchft_plus_system,
+    torchft_system,
+)
 from benchmarks.workload import Workload
 
 _SO_MAX_PACING_RATE = 47
@@ -44,12 +50,14 @@ def main() -> None:
     if options["link_bytes_per_s"]:
         pace_servers(options["link_bytes_per_s"])
     ballast = make_state(options["size_bytes"], filled=not options["late"])
+    workload = Workload(**options["workload"])
+    module, optimizer = model_of(workload)
+    import_system(options["system"])  # the CPU that this takes belongs to no step that is measured
     channel.send(ready=True)
     if channel.receive() is None:
         return
     threading.Thread(target=end_with, args=(channel,), daemon=True).start()
-    module = mlp(WIDTHS)
-    optimizer = sgd(module)
+    channel.send(entered=time.monotonic())
     member = Membership(options["replica_id"], options["lighthouse"], min_replicas=2)
     if options["system"] == "torchft_plus":
         system = torchft_plus_system(member, module)
@@ -70,8 +78,7 @@ def main() -> None:
             }
 
         system = torchft_system(member, save, load, TorchftTuning())
-    channel.send(entered=time.monotonic())
-    train(channel, system, module, optimizer, "ddp", Workload())
+    train(channel, system, module, optimizer, "ddp", workload)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import mean
 from typing import Any
 
@@ -185,13 +186,8 @@ def _state(result: Mapping[str, Any]) -> list[Line]:
     def speed(one: Mapping[str, Any] | None) -> Cell:
         return Figure(one["gb_s"], one["gb_s_low"], one["gb_s_high"]) if one else NOT_MEASURED
 
-    def meanwhile(system: str, throttled: bool, place: int, base: int) -> Cell:
-        """A quantile of the steps during a download, of one of the normal steps."""
-        entry = _find(result.get("steps", []), system=system, throttled=throttled)
-        return _exact(entry["during_ms"][place] / entry["normal_ms"][base] if entry else None)
-
     size = f" of {size_mb} MB" if size_mb else ""
-    lines = [
+    return [
         Line(
             f"state{size} to a joiner, GB/s",
             **{who: speed(one) for who, one in found.items()},
@@ -201,15 +197,26 @@ def _state(result: Mapping[str, Any]) -> list[Line]:
             "memory that it takes on both sides, of the state's size",
             **{who: memory(one) for who, one in found.items()},
         ),
+        *_steps(result.get("steps", [])),
     ]
-    for throttled, link in ((True, "a slow link"), (False, "a fast link")):
-        for what, place, base in (("p95 step", 1, 1), ("worst step", 2, 0)):
-            of = ("median", "p95")[base]
-            cells = [meanwhile(system, throttled, place, base) for system in ("torchft_plus", "torchft")]
-            lines.append(
-                Line(f"survivors' {what} while a joiner fetches, {link}, of the normal {of}", *cells)
-            )
-    return lines
+
+
+def _steps(entries: Sequence[Mapping[str, Any]]) -> list[Line]:
+    """Survivors' steps during a download, of the normal ones."""
+
+    def cell(system: str, compute: str, throttled: bool, place: int, base: int) -> Cell:
+        entry = _find(entries, system=system, compute=compute, throttled=throttled)
+        return _exact(entry["during_ms"][place] / entry["normal_ms"][base] if entry else None)
+
+    links, computes = ((True, "a slow link"), (False, "a fast link")), ("device", "cpu")
+    kinds = (("p95 step", 1, 1, "p95"), ("worst step", 2, 0, "median"))
+    return [
+        Line(
+            f"survivors' {what} while a joiner fetches, {link}, compute: {compute}, of the normal {of}",
+            *(cell(system, compute, throttled, place, base) for system in ("torchft_plus", "torchft")),
+        )
+        for (throttled, link), (what, place, base, of), compute in product(links, kinds, computes)
+    ]
 
 
 def _lighthouse(result: Mapping[str, Any]) -> list[Line]:

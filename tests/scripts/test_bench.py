@@ -181,9 +181,11 @@ def test_a_deaf_reader_of_the_bench_makes_the_donor_copy_once() -> None:
 def test_steps_are_those_between_the_joiners_first_step_and_its_level() -> None:
     journal = _journal({name: [10.0, *[0.04] * 99] for name in state_steps.SURVIVORS})
     groups = state_steps.Groups(journal, {}, {})
-    assert len(groups._gaps(10.5, 11.0)) == 2 * 13
+    assert len(groups._gaps_within(10.5, 10.99)) == 2 * 11
+    assert len(groups._gaps_that_meet(10.5, 10.99)) == 2 * 13, "the first and the last are in it with a part"
+    assert len(groups._gaps_that_meet(5.0, 10.01)) == 2, "what came before the first commit is no step"
     entry = state_steps._entry(
-        state_steps.Variant("torchft_plus", throttled=True),
+        state_steps.Variant("torchft_plus", throttled=True, compute="device"),
         [
             {
                 "normal_s": [0.04],
@@ -198,10 +200,28 @@ def test_steps_are_those_between_the_joiners_first_step_and_its_level() -> None:
     assert entry["during_ms"][2] == pytest.approx(80)
     _, header, (row,) = state_steps.table([entry])
     cells = dict(zip(header, row, strict=True))
-    assert cells["link"] == "throttled"
+    assert (cells["compute"], cells["link"], cells["steps meanwhile"]) == ("device", "throttled", "3 x 1")
     assert cells["p50, p95 of two"] == "1.25 x, 1.88 x"
     assert cells["p50, p95 of three"] == "1.00 x, 1.50 x"
     assert cells["worst step of a join ms, median"] == "60"
+
+
+def test_a_throttled_download_takes_about_so_many_steps_of_either_workload() -> None:
+    for compute, workload in state_steps.WORKLOADS.items():
+        for system, donors in (("torchft_plus", 2), ("torchft", 1)):
+            variant = state_steps.Variant(system, throttled=True, compute=compute)
+            download_s = variant.size_bytes / (donors * variant.link_bytes_per_s)
+            assert 20 < download_s / workload.device_time_s < 27
+    free = [state_steps.Variant("torchft", throttled=False, compute=one) for one in state_steps.WORKLOADS]
+    assert [one.link_bytes_per_s for one in free] == [0, 0]
+
+
+def test_a_device_is_emulated_by_a_wait_that_leaves_the_processors_to_others() -> None:
+    """The model, and so the gradients and all that is done with them, is the same."""
+    cpu, device = state_steps.WORKLOADS["cpu"], state_steps.WORKLOADS["device"]
+    assert (device.widths, device.adam) == (cpu.widths, cpu.adam)
+    assert device.batch < cpu.batch
+    assert device.device_time_s > cpu.device_time_s
 
 
 def test_compressed_syncs_take_fewer_bytes_and_are_equal_everywhere(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ STATE = {
     "transfer": [_transfer("ours", 3.0, 0.0), _transfer("http", 1.0, 1.0), _transfer("pg", 4.0, 0.0)],
     "steps": [
         state_steps._entry(
-            state_steps.Variant("torchft_plus", throttled=True),
+            state_steps.Variant("torchft_plus", throttled=True, compute="device"),
             [
                 {
                     **dict.fromkeys(("normal_s", "three_s"), [0.04] * 30),
@@ -409,7 +409,7 @@ def test_the_summary_is_computed_and_says_what_is_missing(tmp_path: Path) -> Non
     assert _row(text, "Lighthouse, a round of 128 groups, ms")[4] == "0.400 x [0.333..0.500]"
     assert _row(text, "Lighthouse, a round of 1024 groups, ms")[:2] == ["99.0", "not measured"]
     assert _row(text, "state of 64 MB to a joiner, GB/s")[4] == "0.750 x"
-    joining = "while a joiner fetches, a slow link, of the normal"
+    joining = "while a joiner fetches, a slow link, compute: device, of the normal"
     assert _row(text, f"survivors' p95 step {joining} p95")[:2] == ["1.25", "not measured"]
     assert _row(text, f"survivors' worst step {joining} median")[0] == "10.0"
     assert _row(text, "step with nobody failing, of plain DDP's")[0] == "not measured"
