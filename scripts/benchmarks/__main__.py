@@ -92,7 +92,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     sizes = state_transfer.SIZES_MB
     part.add_argument("--sizes-mb", nargs="+", type=int, default=sizes, help=f"default: {sizes}")
     part.add_argument("--repeats", type=int, default=9, help="of each transfer (default 9)")
-    part.add_argument("--joins", type=int, default=3, help="of each variant of steps (default 3)")
+    part.add_argument(
+        "--joins",
+        type=int,
+        default=3,
+        help="of each variant of steps, half of that on a free link (default 3)",
+    )
     part.add_argument("--faults", type=int, default=5, help="of each kind (default 5)")
     part.add_argument(
         "--fault-mb", type=int, default=state_faults.SIZE_MB, help=f"default {state_faults.SIZE_MB}"
