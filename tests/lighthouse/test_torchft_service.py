@@ -191,7 +191,9 @@ def test_the_quorum_outlives_the_lighthouse(callers: list[Caller], tmp_path: Pat
         first = [quorum_of(call) for call in [a.ask(), b.ask()]].pop()
         call = a.ask(1)
         server.shutdown()
-        assert call.exception(DEADLINE_S).code() is grpc.StatusCode.UNAVAILABLE
+        # On a machine that is too busy to answer within the grace of the end, gRPC cancels the call.
+        ends = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert call.exception(DEADLINE_S).code() in ends
     with LighthouseServer(f"127.0.0.1:{port}", min_replicas=2, store=store) as server:
         a, b = start(callers, server.address(), "ab")
         assert [quorum_of(call).quorum_id for call in [a.ask(1), b.ask(1)]] == [first.quorum_id] * 2
