@@ -19,6 +19,7 @@ from torchft_plus.state.errors import StateError
 from torchft_plus.state.fetch import FetchReport
 from torchft_plus.state.load_plan import LoadPlan
 from torchft_plus.state.manifest import head_name
+from torchft_plus.state.memory import lies_on_host
 from torchft_plus.state.registry import StateRegistry
 
 
@@ -41,7 +42,8 @@ class _Gradient:
     layout: _Layout | None
 
     def restore(self) -> torch.Tensor:
-        local = self.local.to(self.device)
+        """The gradient where it was, on the stream that it was copied on."""
+        local = self.local.to(self.device, non_blocking=True)
         layout = self.layout
         if layout is None:
             return local
@@ -64,7 +66,14 @@ def _save_gradient(gradient: torch.Tensor | None) -> _Gradient | None:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.clone() if tensor.device.type == "cpu" else tensor.to("cpu", copy=True)
+    """A copy on the host; an accelerator makes it when its turn comes, and nobody waits: the others would, too."""
+    if lies_on_host(tensor):
+        return tensor.clone()
+    try:
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    except RuntimeError:  # no pinned memory, or no more of it
+        return tensor.to("cpu", copy=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 Options = dict[str, Any]

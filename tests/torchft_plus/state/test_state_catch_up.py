@@ -12,6 +12,7 @@ from state_replicas import InBackground, MakeOptimizer, Replica, fetch, head_at,
 from torch import optim
 
 from torchft_plus.state import CatchUp, FetchReport, StateError, StateServer
+from torchft_plus.state.catch_up import _save_gradient
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "adamw": partial(optim.AdamW, lr=0.1),
@@ -255,3 +256,29 @@ def test_counters_among_the_options_go_on() -> None:
     assert catch_up.replay(report)
     assert joiner.registry.digest() == donor.registry.digest()
     server.close()
+
+
+def test_without_pinned_memory_a_gradient_is_copied_into_ordinary_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torchft_plus.state.catch_up.lies_on_host", lambda tensor: False)
+    gradient = torch.arange(12.0).view(3, 4).t()
+    saved = _save_gradient(gradient)
+    assert saved is not None
+    gradient.zero_()
+    assert torch.equal(saved.restore(), torch.arange(12.0).view(3, 4).t())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA or AMD GPU")
+def test_a_gradient_is_saved_before_a_busy_gpu_writes_it_again() -> None:
+    busy = torch.randn(4096, 4096, device="cuda")
+    gradient = torch.zeros(1 << 22, device="cuda")
+    for step in range(1, 4):
+        for _ in range(20):
+            busy = busy @ busy / 64
+        gradient.fill_(step)
+        saved = _save_gradient(gradient)
+        gradient.fill_(-1)
+        assert saved is not None
+        assert bool((saved.restore() == step).all())
