@@ -12,10 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Condition
 
+import torch
+
 from lighthouse.messages import Head
 from torchft_plus.state.manifest import Manifest, head_name, safetensors_header
 from torchft_plus.state.ranges import RangeSet
 from torchft_plus.state.registry import Snapshot
+from torchft_plus.state.room import Layout
 from torchft_plus.state.version_memory import Piece, VersionMemory
 
 _MAX_READERS = 256
@@ -55,16 +58,26 @@ class Version:
         snapshot: taken at this moment, on the training thread.
         signature: of the registry.
         changed: lock of the store.
+        block: for copies, if there is one already.
     """
 
-    def __init__(self, head: Head, snapshot: Snapshot, signature: dict[str, str], changed: Condition) -> None:
+    def __init__(
+        self,
+        head: Head,
+        snapshot: Snapshot,
+        signature: dict[str, str],
+        changed: Condition,
+        block: torch.Tensor | None = None,
+    ) -> None:
         self.head = head
         self.pin: Pin | None = None
         self.copies_ahead = False
         """A thread of the store has been given ``copy_ahead`` to do."""
         self._changed = changed
         self._specs = snapshot.specs()
-        self._memory = VersionMemory(head_name(head), self._specs, snapshot.entries, self.needs, changed)
+        self._memory = VersionMemory(
+            head_name(head), self._specs, snapshot.entries, self.needs, changed, block
+        )
         self._holds: list[Hold] = []
         self._values, self._trees, self._signature = snapshot.values, snapshot.trees, signature
         self._header: bytes | None = None
@@ -81,6 +94,10 @@ class Version:
     def size_bytes(self) -> int:
         """Size of the data."""
         return self._specs[-1].end if self._specs else 0
+
+    def layout(self) -> Layout:
+        """Where the data lie."""
+        return Layout.of(self._specs)
 
     def header(self) -> bytes:
         """Header of the safetensors file; made on first use, any thread."""

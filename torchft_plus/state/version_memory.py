@@ -65,6 +65,7 @@ class VersionMemory:
         entries: the tensors, with their names; those that a forward may change are copied at once.
         needs: True if a reader may still need data bytes from the first argument to the second; asked with the lock held.
         changed: lock of the store.
+        block: for the copies, as ``room`` makes it; of another size it is of no use.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class VersionMemory:
         entries: Iterable[tuple[str, Entry]],
         needs: Callable[[int, int], bool],
         changed: Condition,
+        block: torch.Tensor | None = None,
     ) -> None:
         self.live = True
         """Some memory is still that of the training tensors."""
@@ -95,8 +97,8 @@ class VersionMemory:
         self._written = written(self._live_tensors().values())
         self._uncopied = _on_host(self._live_tensors())
         """Host tensors of the training thread that nobody has taken in hand to copy."""
-        self._block: torch.Tensor | None = None
-        """Room for copies of all data; it takes memory only where something was copied to."""
+        self._block = block if block is not None and len(block) == sum(self._lengths) else None
+        """For copies of all data; it takes memory where something was copied to, and what was touched before."""
         self._in_hand = False
         """``copy_ahead`` is copying."""
         self._copied_bytes = 0
@@ -191,7 +193,9 @@ class VersionMemory:
         Returns:
             What is to be forgotten on a thread that may wait: to give back a gigabyte takes the kernel 0.2 s.
         """
-        kept: list[object] = [self._block, *self._memory] if self._copied_bytes else []
+        kept: list[object] = (
+            [self._block, *self._memory] if self._copied_bytes or self._block is not None else []
+        )
         self._uncopied.clear()
         self._block = None
         self._copied = [False] * len(self._memory)

@@ -8,10 +8,13 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 
+import torch
+
 from lighthouse.messages import Head
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.manifest import head_name
 from torchft_plus.state.registry import StateRegistry
+from torchft_plus.state.room import LEAST_BYTES, Layout, Room
 from torchft_plus.state.version import Pin, Version
 
 _MAX_PINS = 16
@@ -35,7 +38,8 @@ class VersionStore:
     marks the head, and captures it if it is pinned or asked for. A head that is pinned too late for that is
     captured at the next ``publish`` of the same head, or at the latest by ``before_update``.
 
-    Its threads copy ahead and give memory back; each ends with what it was started for, ``close`` waits for them.
+    Its threads make room for copies from the ``pin`` on, copy ahead and give memory back; each ends with what it was started
+    for, ``close`` waits for them.
 
     Args:
         registry: the state.
@@ -59,6 +63,12 @@ class VersionStore:
         self._versions: dict[Head, Version] = {}
         self._dropped: OrderedDict[Head, str] = OrderedDict()
         self._helpers: set[threading.Thread] = set()
+        self._layout: Layout | None = None
+        """Of the state after an update (an optimizer makes its state in the first one); None: not known yet."""
+        self._updated = False
+        self._room: Room | None = None
+        """Is being made for a head that is pinned and not captured yet."""
+        self._closed = False
 
     # --- training side ---
 
@@ -71,7 +81,9 @@ class VersionStore:
         with self.changed:
             self._published = head
             self._changing = False
-            if self._wishes or self._pins or self._versions:
+            if self._layout is None and self._updated:
+                self._layout = self._lay_out()
+            if self._is_asked:
                 self._dropped.pop(head, None)
                 self._serve_point()
             if update_follows:
@@ -80,8 +92,8 @@ class VersionStore:
     def before_update(self) -> int:
         """The registered state is about to change. Training thread; gives the number of bytes copied."""
         with self.changed:
-            idle = not self._wishes and not self._pins and not self._versions
-            if idle or self._changing:
+            self._updated = True
+            if self._changing or not self._is_asked:
                 self._changing = True
                 return 0
             self._serve_point()
@@ -97,6 +109,9 @@ class VersionStore:
         """``readers`` readers will come for ``head``. Any thread; never blocks, for agents that answer
         heartbeats."""
         self._wishes.append((head, readers))
+        layout = self._layout
+        if layout is not None and layout.host_bytes >= LEAST_BYTES and not self._closed:
+            self._help(lambda: self._make_room(head, layout), f"making room for version {head_name(head)}")
 
     def unpin(self, head: Head) -> None:
         """Nobody will come for ``head`` any more; responses under way are completed. Any thread; never
@@ -112,11 +127,13 @@ class VersionStore:
             self._versions.clear()
             self._pins.clear()
             self._dropped.clear()
+            self._let_go_of_room()
             self._published = None
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Serve nothing and end the threads that copy and free. Any thread."""
+        """Serve nothing and end the threads that make room, copy and free. Any thread."""
+        self._closed = True
         self.withdraw()
         with self.changed:
             helpers = list(self._helpers)
@@ -130,21 +147,29 @@ class VersionStore:
                 version.copies_ahead = True
                 self._help(version.copy_ahead, f"copying version {head_name(version.head)} ahead")
 
+    def _make_room(self, head: Head, layout: Layout) -> None:
+        with self.changed:
+            waited_for = head not in self._versions and self._why_never(head) is None
+            if self._closed or self._room is not None or not waited_for:
+                return
+            room = self._room = Room(layout)
+        room.make()
+
     def _forget_memory(self, kept: list[object]) -> None:
         if kept:
             self._help(kept.clear, "freeing a version")
 
     def _help(self, call: Callable[[], object], what: str) -> None:
-        """Do something on a thread that ends with it. For holders of the lock, which the thread needs to end."""
+        """Do something on a thread that ends with it. Never blocks."""
         helper = threading.Thread(
             target=self._run_helper, args=(call, what), name="state-helper", daemon=True
         )
+        self._helpers.add(helper)
         try:
             helper.start()
         except RuntimeError as error:  # no more threads: the training thread does it when it must
+            self._helpers.discard(helper)
             _log.warning("%s failed: %s", what, error)
-        else:
-            self._helpers.add(helper)
 
     def _run_helper(self, call: Callable[[], object], what: str) -> None:
         try:
@@ -227,6 +252,30 @@ class VersionStore:
 
     # --- holding the lock ---
 
+    @property
+    def _is_asked(self) -> bool:
+        return bool(self._wishes or self._pins or self._versions or self._room)
+
+    def _lay_out(self) -> Layout:
+        try:
+            return Layout.of(self._registry.snapshot().specs())
+        except Exception as error:  # noqa: BLE001 - a registered callable of the user; who reads the state will be told
+            _log.debug("no room is made ahead for copies of the state: %s", error)
+            return Layout(0, ())
+
+    def _take_room(self) -> torch.Tensor | None:
+        """What there is of it: readers begin, and the processor is theirs and the step's."""
+        room, self._room = self._room, None
+        if room is None:
+            return None
+        room.stop()
+        return room.block
+
+    def _let_go_of_room(self) -> None:
+        block = self._take_room()
+        if block is not None:
+            self._forget_memory([block])
+
     def _why_never(self, head: Head) -> str | None:
         if head in self._versions:
             return None
@@ -277,12 +326,13 @@ class VersionStore:
     def _capture(self, head: Head) -> None:
         try:
             snapshot = self._registry.snapshot()
-            version = Version(head, snapshot, self._registry.signature(), self.changed)
+            version = Version(head, snapshot, self._registry.signature(), self.changed, self._take_room())
         except Exception as error:  # noqa: BLE001 - a registered callable of the user: a donor never pays for a joiner
             _log.exception("the state of version %s cannot be served", head_name(head))
             self._pins.pop(head, None)
             self._forget(head, f"its state could not be read: {type(error).__name__}: {error}")
             return
+        self._layout = version.layout()
         version.pin = self._pins[head]
         self._versions[head] = version
 
@@ -291,6 +341,8 @@ class VersionStore:
             self._expire(head)
             if head not in self._versions and self._why_never(head) is not None:
                 self._pins.pop(head, None)
+        if not self._wishes and not self._pins.keys() - self._versions.keys():
+            self._let_go_of_room()
         for version in list(self._versions.values()):
             needed = version.pin is not None and version.pin.needs(0, version.size_bytes)
             if not needed and not version.is_held() and version.head != self._published:
