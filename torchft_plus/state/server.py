@@ -67,7 +67,8 @@ class StateServer:
       a last chance to capture the published head, and then copies what readers have not verified and nobody has
       copied yet; a microsecond if nobody reads.
     - ``pin(head, readers)`` when a quorum with joiners is adopted, on any thread: the next of the calls above
-      captures ``head``. ``unpin(head)`` when the joiners are level or gone; a pin that no reader uses for
+      captures ``head``; until then a thread has the kernel give the memory for the copies (after the first update).
+      ``unpin(head)`` when the joiners are level or gone; a pin that no reader uses for
       eight times ``transfer_stall_ms`` is void by itself.
     - ``withdraw()`` when this replica is not level any more: nothing is served until the next ``publish``.
 

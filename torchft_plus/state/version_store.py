@@ -257,6 +257,10 @@ class VersionStore:
         return bool(self._wishes or self._pins or self._versions or self._room)
 
     def _lay_out(self) -> Layout:
+        # What nobody asked for must cost nothing: a user's callable may take seconds to make its state (where there is
+        # one, the others wait for a joiner's download in any case).
+        if self._registry.obstacles_to_catch_up():
+            return Layout(0, ())
         try:
             return Layout.of(self._registry.snapshot().specs())
         except Exception as error:  # noqa: BLE001 - a registered callable of the user; who reads the state will be told

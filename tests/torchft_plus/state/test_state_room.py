@@ -63,7 +63,8 @@ class Donor:
         self.step = 0
         self.tensors = {str(index): torch.zeros(SIZE, dtype=torch.uint8) for index in range(COUNT)}
         registry = StateRegistry()
-        registry.register_tensors("x", lambda: self.tensors)
+        registry.register_tensors("x", lambda: self.tensors, advanced_by_optimizer=True)
+        self.registry = registry
         self.store = VersionStore(registry, linger_ms=60_000)
 
     def start(self) -> None:
@@ -208,6 +209,22 @@ def test_there_is_none_before_the_first_update_nor_for_little(monkeypatch: pytes
     assert donor.finish() == COUNT * SIZE
     donor.wait_for_helpers()
     assert touching.parts == []
+
+
+def test_a_callable_that_makes_the_state_is_not_called_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may take long, and be a collective."""
+    calls: list[int] = []
+
+    def save() -> dict[str, torch.Tensor]:
+        calls.append(1)
+        return donor.tensors
+
+    touching, donor = Touching(monkeypatch), Donor()
+    donor.registry.register_state_dict("y", save, lambda _: None)
+    calls.clear()
+    donor.run_one_step()
+    donor.start()
+    assert (calls, touching.parts) == ([], [])
 
 
 def test_a_second_version_gets_room_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
