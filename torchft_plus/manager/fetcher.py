@@ -56,7 +56,7 @@ class Fetcher:
         """The last fetch has failed, and this was reported."""
 
     def start(self, head: Head, donors: list[str]) -> None:
-        """Fetch ``head``; a fetch of the same head goes on, and turns to the new donors if its own fail."""
+        """Fetch ``head``; a fetch of the same head goes on, and begins again with the new donors if its own fail."""
         with self._lock:
             self._donors = donors
             if self._head == head:
@@ -84,11 +84,13 @@ class Fetcher:
             self._thread.join(timeout_ms / 1000)
 
     def _run(self, head: Head, cancel: threading.Event, before: threading.Thread | None) -> None:
+        tried: list[str] | None = None
+        reason = ""
         if before is not None:
             # It was cancelled, and writes into the same tensors until it has ended.
             before.join(2 * self._stall_ms / 1000)
-        tried: list[str] | None = None
-        reason = ""
+            if before.is_alive():
+                tried, reason = self._donors, "the fetch before this one does not end"
         while True:
             with self._lock:
                 if cancel.is_set():

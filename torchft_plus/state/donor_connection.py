@@ -15,6 +15,7 @@ from lighthouse.messages import Head
 from lighthouse.security import HANDSHAKE_DEADLINE_S, Security, client_context
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.http import (
+    BrokenOff,
     ProtocolError,
     Response,
     Stream,
@@ -223,7 +224,7 @@ class DonorConnection:
     def _begin_answer(self, status: int, content_bytes: int | None = None) -> Response:
         head = self._stream.read_head()
         if head is None:
-            raise ProtocolError("the connection was closed before an answer came")
+            raise BrokenOff("the connection was closed before an answer came")
         response = parse_response(head)
         if response.status != status:
             text = self._stream.read(min(response.content_bytes, _MAX_SENTENCE_BYTES))

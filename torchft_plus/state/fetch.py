@@ -14,10 +14,11 @@ from lighthouse.messages import Head
 from lighthouse.security import Security
 from torchft_plus.state.donor_connection import DonorConnection, DonorRefusal
 from torchft_plus.state.errors import StateError
-from torchft_plus.state.fetch_worker import MAX_FAILURES, FetchWorker, describe, is_too_slow
+from torchft_plus.state.fetch_worker import FetchWorker, describe, is_too_slow
 from torchft_plus.state.load_plan import LoadPlan
 from torchft_plus.state.manifest import Manifest, head_name, parse_manifest
 from torchft_plus.state.registry import StateRegistry
+from torchft_plus.state.retries import Retries
 from torchft_plus.state.stripes import Stripes
 
 _POLL_SECONDS = 0.02
@@ -62,9 +63,10 @@ def fetch_state(
     applied on the training thread (``apply_values`` at the version's head, then ``apply_tensors``). Optimizer
     state that does not exist here is allocated as the manifest says.
 
-    All donors are asked at once and share the work, by their speed; one that breaks off, stalls, refuses or sends
-    damaged pieces is tried once more and then left out, and others fetch what it owed. One that is so slow that the
-    others would wait for it is left out, too.
+    All donors are asked at once and share the work, by their speed. What a donor owes when it fails others fetch. One that
+    stalls or speaks nonsense is tried once more and then left out; one that refuses is left out at once; a connection that
+    breaks is made again for as long as ``transfer_stall_ms``, since it may have broken here. One that damages many pieces, or
+    is so slow that the others would wait for it, is left out, too.
 
     Args:
         registry: where the state goes.
@@ -115,6 +117,7 @@ class _Fetch:
         self._registry = registry
         self._head = head
         self._stall_ms = stall_ms
+        self.stall_s = stall_ms / 1000
         self._wait_ms = wait_ms
         self._connections = connections
         self.width = connections
@@ -128,6 +131,8 @@ class _Fetch:
         self._open: set[DonorConnection] = set()
         self._threads: list[threading.Thread] = []
         self.stopped = False
+        self._ended = threading.Event()
+        """Nothing more is to be fetched."""
         self._moved = threading.Event()
         self._workers: list[FetchWorker] = []
         self._contributed: dict[str, None] = {}
@@ -183,6 +188,7 @@ class _Fetch:
             return next((thread for thread in self._threads if thread.is_alive()), None)
 
     def _stop(self) -> None:
+        self._ended.set()
         with self._lock:
             self.stopped = True
             if self._stripes is not None:
@@ -214,6 +220,10 @@ class _Fetch:
         """Something went wrong on the way."""
         _log.warning("fetch of version %s: %s", head_name(self._head), sentence)
         self._notes.append(sentence)
+
+    def rest(self, seconds: float) -> None:
+        """Wait, unless the fetch ends."""
+        self._ended.wait(seconds)
 
     # --- one donor ---
 
@@ -258,7 +268,7 @@ class _Fetch:
     def _ask_manifest(self, address: str) -> tuple[DonorConnection, Manifest]:
         """The donor's manifest, and the connection that it came by."""
         deadline = time.monotonic() + self._wait_ms / 1000
-        failures = 0
+        retries = Retries(self.stall_s)
         while True:
             left_ms = int(1000 * (deadline - time.monotonic()))
             try:
@@ -266,10 +276,11 @@ class _Fetch:
             except DonorRefusal as error:
                 if error.status != 503 or left_ms <= 0:
                     raise
-            except OSError:
-                failures += 1
-                if failures >= MAX_FAILURES or self.stopped:
+            except OSError as error:
+                pause_s = retries.failed(error, time.monotonic())
+                if pause_s is None or self.stopped:
                     raise
+                self.rest(pause_s)
 
     def _manifest_by_a_new_connection(self, address: str, left_ms: int) -> tuple[DonorConnection, Manifest]:
         connection = self.connect(address)
@@ -322,4 +333,6 @@ class _Fetch:
     def contributed(self, address: str, stripes: Stripes) -> None:
         """A stripe from ``address`` is verified."""
         self._contributed[address] = None
+        if stripes.complete:
+            self._ended.set()
         self._on_progress(stripes.verified_bytes, stripes.size_bytes)

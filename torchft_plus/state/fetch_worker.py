@@ -14,9 +14,9 @@ from torchft_plus.state.errors import StateError
 from torchft_plus.state.http import TooSlow
 from torchft_plus.state.load_plan import LoadPlan
 from torchft_plus.state.manifest import PIECE_BYTES
+from torchft_plus.state.retries import Retries
 from torchft_plus.state.stripes import MAX_STRIPE_PIECES, Stripes
 
-MAX_FAILURES = 2
 _MAX_BAD_PIECES = 32
 _MAX_ANNOUNCED = 64
 _AHEAD = 2
@@ -36,6 +36,7 @@ class FetchHost(Protocol):
     width: int
     """How many connections share the work."""
     stopped: bool
+    stall_s: float
 
     def connect(self, address: str) -> DonorConnection:
         """A new connection. Raises OSError."""
@@ -47,6 +48,10 @@ class FetchHost(Protocol):
 
     def note(self, sentence: str) -> None:
         """Something went wrong on the way."""
+        ...
+
+    def rest(self, seconds: float) -> None:
+        """Wait, unless the fetch ends."""
         ...
 
     def contributed(self, address: str, stripes: Stripes) -> None:
@@ -72,7 +77,7 @@ def is_too_slow(owed_bytes: int, bytes_per_s: float, seconds: float, best_bytes_
 
 
 class FetchWorker:
-    """Takes stripes for one connection, the next one before the last has come; connects again once after a failure.
+    """Takes stripes for one connection, the next one before the last has come; connects again after failures (``Retries``).
 
     Args:
         host: the fetch.
@@ -100,9 +105,10 @@ class FetchWorker:
         self._verdicts: list[Verdict] = []
         """Of the pieces that have come of the first range that was asked for."""
         self._announced = 0
-        self._failures = 0
+        self._retries = Retries(host.stall_s)
         self._bad_pieces = 0
-        self._replaced = False
+        self._left_out = False
+        self._noted = ""
         self._started = time.monotonic()
         self._received_bytes = 0
         self._last_bytes_per_s = 0.0
@@ -112,7 +118,7 @@ class FetchWorker:
     def run(self) -> None:
         """Take stripes until there are none, or this donor is given up."""
         try:
-            while self._failures < MAX_FAILURES and self._bad_pieces < _MAX_BAD_PIECES and not self._replaced:
+            while self._bad_pieces < _MAX_BAD_PIECES and not self._left_out:
                 try:
                     self._ask_ahead()
                     if not self._asked:
@@ -144,7 +150,7 @@ class FetchWorker:
 
     def replace(self) -> None:
         """Give back what it owes, and end. Any thread."""
-        self._replaced = True
+        self._left_out = True
         connection = self._connection
         if connection is not None:
             connection.abort()
@@ -184,7 +190,7 @@ class FetchWorker:
         assert self._connection is not None
         for verdict in self._connection.receive(self._landing, self._received):
             self._verdicts.append(verdict)
-        self._failures = 0
+        self._retries.succeeded()
         self._settle_first()
         self._last_bytes_per_s = self._received_bytes / max(time.monotonic() - self._started, 1e-9)
         self.best_bytes_per_s = max(self.best_bytes_per_s, self._last_bytes_per_s)
@@ -205,16 +211,23 @@ class FetchWorker:
             self._host.contributed(self._address, self._stripes)
 
     def _fail(self, error: OSError | StateError) -> None:
-        self._failures += MAX_FAILURES if isinstance(error, StateError) else 1
         self._disconnect()
-        if self._replaced:
+        if self._left_out:
             speed = self._received_bytes / max(time.monotonic() - self._started, 1e-9)
-            self._host.note(
-                f"donor {self._address}: at {speed / 1e6:.3g} MB/s it kept the others waiting, who fetch what it owed"
-            )
+            self._note(f"at {speed / 1e6:.3g} MB/s it kept the others waiting, who fetch what it owed")
         elif not self._host.stopped:
-            self._host.note(f"donor {self._address}: {describe(error)}")
+            self._note(describe(error))
         self._give_back()
+        pause_s = self._retries.failed(error, time.monotonic())
+        if pause_s is None:
+            self._left_out = True
+        else:
+            self._host.rest(pause_s)
+
+    def _note(self, what: str) -> None:
+        if what != self._noted:  # else it is tried again and again
+            self._host.note(f"donor {self._address}: {what}")
+            self._noted = what
 
     def _give_back(self) -> None:
         while self._asked:

@@ -52,6 +52,10 @@ class ProtocolError(ConnectionError):
     """The other side does not speak our HTTP."""
 
 
+class BrokenOff(ProtocolError):
+    """The connection ended before it should."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """Head of a request."""
@@ -273,13 +277,6 @@ class Stream:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._set_timeouts()
 
-    def spare_pacing(self) -> None:
-        """Do not pace what is sent to a peer on this host: congestion control by BBR sends by timers, to spare the queues of a
-        network, and takes a quarter of the sender's time where there is none. Connected sockets only."""
-        with contextlib.suppress(OSError, AttributeError):  # another system, or the peer is gone already
-            if self.socket.getpeername()[0] == self.socket.getsockname()[0]:
-                self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-
     def limit(self, timeout_s: float) -> None:
         """No wait is longer from now on."""
         if timeout_s != self._timeout_s:
@@ -349,7 +346,7 @@ class Stream:
             data = _patiently(lambda: self.socket.recv(MAX_HEAD_BYTES), pace)
             if not data:
                 if head:
-                    raise ProtocolError("the connection broke off inside of a head")
+                    raise BrokenOff("the connection broke off inside of a head")
                 return None
             head += data
             self.expect(-len(data))
@@ -376,7 +373,7 @@ class Stream:
             else:
                 count = _patiently(partial(self._receive_into, batch), pace)
                 if not count:
-                    raise ProtocolError("the connection broke off inside of an answer")
+                    raise BrokenOff("the connection broke off inside of an answer")
             for part in target.advance(count):
                 received(part)
             if not target.done:

@@ -10,8 +10,8 @@ import torch
 from torchft_plus.state.copies import written
 from torchft_plus.state.errors import StateError
 from torchft_plus.state.manifest import Manifest
-from torchft_plus.state.memory import bytes_of, is_plain_memory, local_tensor
-from torchft_plus.state.staging import Landing, bytes_or_view
+from torchft_plus.state.memory import bytes_of, is_expanded, is_plain_memory, local_tensor
+from torchft_plus.state.staging import Bytes, Landing, Span
 
 
 class LoadPlan:
@@ -23,6 +23,9 @@ class LoadPlan:
     Args:
         manifest: the version.
         targets: the tensor for each of ``manifest.tensors``, in order.
+
+    Raises:
+        StateError: a target cannot be written.
     """
 
     def __init__(self, manifest: Manifest, targets: Sequence[torch.Tensor]) -> None:
@@ -31,25 +34,29 @@ class LoadPlan:
         self._starts = [spec.offset for spec in manifest.tensors]
         self._lengths = [spec.size_bytes for spec in manifest.tensors]
         self._bounces: dict[int, torch.Tensor] = {}
-        memories: list[torch.Tensor] = []
+        self._memory: list[Bytes] = []
         for index, (spec, target) in enumerate(zip(manifest.tensors, targets, strict=True)):
             local = local_tensor(target, spec.name)
+            if is_expanded(local):
+                raise StateError(
+                    f"tensor {spec.name!r} was expanded: several of its elements are one in memory, which cannot be received; "
+                    "register the tensor that it was expanded from"
+                )
             if not is_plain_memory(local):
                 local = torch.empty(spec.shape, dtype=local.dtype, device=local.device)
                 self._bounces[index] = local
-            memories.append(bytes_of(local))
-        self._memory = [bytes_or_view(memory) for memory in memories]
-        self._ready = written(memories)
+            self._memory.append(Bytes(bytes_of(local)))
+        self._ready = written(memory.tensor for memory in self._memory)
         """What is queued up to now may still write where an accelerator's new memory was before."""
         self._complete = False
 
     def landing(self) -> Landing:
         """Where one connection receives."""
-        return Landing(self._parts, self._ready)
+        return Landing(self._spans, self._ready)
 
-    def _parts(self, start: int, end: int) -> list[memoryview | torch.Tensor]:
+    def _spans(self, start: int, end: int) -> list[Span]:
         parts = parts_between(self._lengths, self._starts, start, end)
-        return [self._memory[index][first:last] for index, first, last in parts]
+        return [(self._memory[index], first, last) for index, first, last in parts]
 
     def finish(self) -> None:
         """All bytes are there and verified, and landed: move bounced tensors to their place."""

@@ -27,7 +27,8 @@ TRAILER_BYTES = CACHE_LINE_BYTES
 """What follows a piece on the wire: its checksum, and zeros."""
 TORN = bytes(CHECKSUM_BYTES)
 """Instead of a checksum: the piece changed while it was sent."""
-MAX_TENSORS = 1_000_000
+MAX_TENSORS = 250_000
+"""More would not fit into the JSON that is read at most."""
 MAX_DIMENSIONS = 64
 MAX_NAME_CHARACTERS = 1024
 MAX_STATE_BYTES = 1 << 50

@@ -101,6 +101,11 @@ def is_plain_memory(local: torch.Tensor) -> bool:
     return local.is_contiguous() and not local.is_conj() and not local.is_neg()
 
 
+def is_expanded(local: torch.Tensor) -> bool:
+    """True if several elements of ``local`` are one in memory."""
+    return any(stride == 0 and size > 1 for stride, size in zip(local.stride(), local.shape, strict=True))
+
+
 def contiguous_local(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """``local_tensor`` with plain memory, copied where it must be."""
     local = local_tensor(tensor, name)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import socket
 import ssl
 import threading
-from collections.abc import Sequence
 
 import xxhash
 
@@ -38,6 +35,7 @@ from torchft_plus.state.http import (
     response_head,
     split_address,
 )
+from torchft_plus.state.listener import Listener
 from torchft_plus.state.manifest import PIECE_BYTES, TORN, TRAILER_BYTES, head_name, parse_head, trailer
 from torchft_plus.state.registry import StateRegistry
 from torchft_plus.state.staging import Departure
@@ -48,8 +46,6 @@ DEFAULT_TRANSFER_STALL_MS = 15_000
 _MAX_CONNECTIONS = 64
 _MAX_READER_CHARACTERS = 64
 _LINGER_STALLS = 8
-_PIECES_AT_ONCE = 8
-"""Looked up in one go: between two system calls of a millisecond each Python runs on cold caches."""
 _log = logging.getLogger(__name__)
 
 
@@ -93,7 +89,7 @@ class StateServer:
         bind: "host:port" to listen on, IPv6 as "[host]:port"; port 0 takes a free one. A wildcard host needs
             ``advertise``.
         advertise: host that readers are told; default: ``bind``.
-        transfer_stall_ms: a reader that takes no byte for this long is cut off.
+        transfer_stall_ms: a reader that takes no byte for this long, or less than 1 MiB, is cut off.
         security: what readers must show; default: nothing.
 
     Raises:
@@ -118,8 +114,8 @@ class StateServer:
             )
         self._store = VersionStore(registry, _LINGER_STALLS * transfer_stall_ms)
         self._stall_ms = transfer_stall_ms
-        self._listener = _listen(host, port)
-        self.address = join_address(advertise or host, self._listener.getsockname()[1])
+        self._listener = Listener(host, port, _MAX_CONNECTIONS)
+        self.address = join_address(advertise or host, self._listener.port)
         """"host:port" for readers."""
         self._lock = threading.Lock()
         self._connections: dict[threading.Thread, Stream] = {}
@@ -168,8 +164,6 @@ class StateServer:
         with self._lock:
             self._closed.set()
             threads = dict(self._connections)
-        with contextlib.suppress(OSError):  # not every system lets a listener be shut down
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for stream in threads.values():
             stream.abort()
@@ -182,7 +176,7 @@ class StateServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection = self._listener.accept()
             except OSError as error:
                 # Out of descriptors, or a reader that left at once: serve the next one. Closing comes here,
                 # too.
@@ -191,7 +185,6 @@ class StateServer:
                 _log.warning("a reader of state could not be accepted: %s", error)
                 continue
             stream = Stream(connection, min(self._stall_ms / 1000, HANDSHAKE_DEADLINE_S))
-            stream.spare_pacing()
             thread = threading.Thread(target=self._serve, args=(stream,), name="state-reader", daemon=True)
             with self._lock:
                 if self._closed.is_set() or len(self._connections) >= _MAX_CONNECTIONS:
@@ -242,15 +235,16 @@ class StateServer:
             _send_text(stream, 401, WRONG_TOKEN, body, {"WWW-Authenticate": "Bearer"})
             return False
         stream.limit(self._stall_ms / 1000)
+        keep = request.headers.get("connection", "").lower() != "close"
         try:
-            return self._route(stream, request)
+            return self._route(stream, request) and keep
         except HttpError as error:
             _send_text(stream, error.status, str(error), body)
         except NotServed as error:
             _send_text(stream, 404, str(error), body)
         except NotYetServed as error:
             _send_text(stream, 503, str(error), body)
-        return request.headers.get("connection", "").lower() != "close"
+        return keep
 
     def _route(self, stream: Stream, request: Request) -> bool:
         parts = request.path.strip("/").split("/")
@@ -314,11 +308,11 @@ class StateServer:
             departure = Departure()
             while hold.start < hold.end:
                 # Whoever reads the file could not ask for torn pieces again: it comes from a copy.
-                pieces = self._look_up(version, hold, copy=True)
-                if not pieces:
+                piece = self._look_up(version, hold, copy=True)
+                if piece is None:
                     return False
-                stream.write(departure.memory(pieces[0].parts, pieces[0].written))
-                hold.start = _end_of_piece(hold.start, hold.end)
+                stream.write(departure.memory(piece.spans, piece.written))
+                hold.start = _end_of_piece(hold)
         return True
 
     def _send_pieces(self, stream: Stream, request: Request, version: Version) -> bool:
@@ -335,13 +329,11 @@ class StateServer:
         with version.hold(start, end) as hold:
             self._require(version, hold)
             departure = Departure()
-            pieces: Sequence[Piece] = ()
             while hold.start < hold.end:
-                pieces = pieces or self._look_up(version, hold, copy=False)
-                if not pieces:
+                piece = self._look_up(version, hold, copy=False)
+                if piece is None:
                     return False
-                piece, *pieces = pieces
-                memory = departure.memory(piece.parts, piece.written)
+                memory = departure.memory(piece.spans, piece.written)
                 stream.write([ahead, *memory])
                 checksum = xxhash.xxh3_128()  # afterwards: the reader works meanwhile
                 for view in memory:
@@ -349,9 +341,7 @@ class StateServer:
                 with self._store.changed:
                     intact = version.is_intact(piece)
                 ahead = trailer(checksum.digest() if intact else TORN)
-                hold.start = _end_of_piece(hold.start, hold.end)
-                if not intact:
-                    pieces = ()  # those behind it have moved, too
+                hold.start = _end_of_piece(hold)
             stream.write([ahead])
         return True
 
@@ -359,28 +349,22 @@ class StateServer:
         """Refuse what was let go while the answer can still say so."""
         try:
             with self._store.changed:
-                version.read(hold.start, _end_of_piece(hold.start, hold.end), copy=False)
+                version.read(hold.start, _end_of_piece(hold), copy=False)
         except StateError as error:
             raise HttpError(410, str(error)) from error
 
-    def _look_up(self, version: Version, hold: Hold, *, copy: bool) -> list[Piece]:
-        """The next pieces, a single one if it is copied; none if they were let go in the middle of the answer."""
-        pieces: list[Piece] = []
-        start = hold.start
+    def _look_up(self, version: Version, hold: Hold, *, copy: bool) -> Piece | None:
+        """The next piece; None if it was let go in the middle of the answer."""
         try:
             with self._store.changed:
-                while start < hold.end and len(pieces) < (1 if copy else _PIECES_AT_ONCE):
-                    end = _end_of_piece(start, hold.end)
-                    pieces.append(version.read(start, end, copy=copy))
-                    start = end
+                return version.read(hold.start, _end_of_piece(hold), copy=copy)
         except StateError as error:
             _log.info("an answer breaks off: %s", error)
-            return []
-        return pieces
+            return None
 
 
-def _end_of_piece(start: int, end: int) -> int:
-    return min(end, (start // PIECE_BYTES + 1) * PIECE_BYTES)
+def _end_of_piece(hold: Hold) -> int:
+    return min(hold.end, (hold.start // PIECE_BYTES + 1) * PIECE_BYTES)
 
 
 def _handshake(stream: Stream, tls: Tls) -> bool:
@@ -391,16 +375,6 @@ def _handshake(stream: Stream, tls: Tls) -> bool:
         stream.linger()
         return False
     return True
-
-
-def _listen(bind: str, port: int) -> socket.socket:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            bind, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        return socket.create_server(address[:2], family=family, backlog=_MAX_CONNECTIONS)
-    except OSError as error:
-        raise StateError(f"the state server cannot listen on {bind!r}, port {port}: {error}") from error
 
 
 def _send(stream: Stream, body: bytes, content_type: str, request: Request) -> None:

@@ -22,6 +22,33 @@ def pinned(size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8)
 
 
+class Bytes:
+    """Memory of a tensor.
+
+    Args:
+        tensor: 1-D, uint8.
+    """
+
+    __slots__ = ("_address", "_view", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self._view: memoryview | torch.Tensor = tensor
+        self._address = -1
+
+    def between(self, first: int, last: int) -> memoryview | torch.Tensor:
+        """Bytes ``[first, last)`` where they lie now: a view of host memory, or a tensor on an accelerator. No copy."""
+        address = self.tensor.data_ptr()
+        if address != self._address:  # ``share_memory_`` moves a tensor's memory and frees where it was
+            self._view = self.tensor.numpy().data if lies_on_host(self.tensor) else self.tensor
+            self._address = address
+        return self._view[first:last]
+
+
+Span = tuple[Bytes, int, int]
+"""Bytes of one tensor: its memory, the first one, and the one behind the last."""
+
+
 class CopyStream:
     """A stream of an accelerator for copies from and to pinned memory."""
 
@@ -76,15 +103,14 @@ class Departure:
     def __init__(self) -> None:
         self._buffer = _Buffer()
 
-    def memory(
-        self, parts: Sequence[memoryview | torch.Tensor], written: Sequence[torch.Event]
-    ) -> list[memoryview]:
-        """The bytes of ``parts`` in order, valid until the next call.
+    def memory(self, spans: Sequence[Span], written: Sequence[torch.Event]) -> list[memoryview]:
+        """The bytes of ``spans`` in order, valid until the next call.
 
         Args:
-            parts: host memory, or 1-D uint8 tensors on an accelerator.
-            written: when the accelerators have written them.
+            spans: what is sent.
+            written: when the accelerators have written it.
         """
+        parts = [memory.between(first, last) for memory, first, last in spans]
         there = [part for part in parts if isinstance(part, torch.Tensor)]
         if not there:
             return [part for part in parts if isinstance(part, memoryview)]
@@ -107,17 +133,16 @@ class Landing:
     which they go on when the piece is verified. Used by one thread.
 
     Args:
-        parts: the memory of data bytes from the first argument to the second, in order, without empty parts: host memory, or
-            1-D uint8 tensors on an accelerator.
+        spans: gives the memory of data bytes from the first argument to the second, in order, without empty parts.
         ready: when the accelerators' memory may be written.
     """
 
     def __init__(
         self,
-        parts: Callable[[int, int], list[memoryview | torch.Tensor]],
+        spans: Callable[[int, int], list[Span]],
         ready: Sequence[torch.Event] = (),
     ) -> None:
-        self._parts = parts
+        self._spans = spans
         self._ready = ready
         self._free: deque[_Buffer] = deque()
         self._begun: deque[tuple[_Buffer | None, list[tuple[torch.Tensor, torch.Tensor]]]] = deque()
@@ -125,7 +150,7 @@ class Landing:
 
     def memory(self, start: int, end: int) -> list[memoryview]:
         """Where the piece of data bytes ``[start, end)`` is to be received."""
-        parts = self._parts(start, end)
+        parts = [memory.between(first, last) for memory, first, last in self._spans(start, end)]
         there = [part for part in parts if isinstance(part, torch.Tensor)]
         if not there:
             self._begun.append((None, []))
@@ -156,8 +181,3 @@ class Landing:
         self.abandon()
         for buffer in self._free:
             buffer.wait()
-
-
-def bytes_or_view(memory: torch.Tensor) -> memoryview | torch.Tensor:
-    """A 1-D uint8 tensor as it is received into and sent from: a view if it lies on the host."""
-    return memory.numpy().data if lies_on_host(memory) else memory

@@ -18,7 +18,7 @@ from torchft_plus.state.load_plan import parts_between
 from torchft_plus.state.manifest import TensorSpec
 from torchft_plus.state.memory import bytes_of, contiguous_local, is_plain_memory, lies_on_host
 from torchft_plus.state.sources import Entry
-from torchft_plus.state.staging import bytes_or_view
+from torchft_plus.state.staging import Bytes, Span
 
 IN_HAND_DEADLINE_S = 30.0
 """For the few megabytes (or the one tensor) that the other thread is copying."""
@@ -30,30 +30,9 @@ class Piece:
 
     live: bool
     """Some of the memory is that of the training tensors."""
-    parts: tuple[memoryview | torch.Tensor, ...]
-    """Host memory, or 1-D uint8 tensors on an accelerator."""
+    spans: tuple[Span, ...]
     written: tuple[torch.Event, ...] = ()
     """When the accelerators have written it."""
-
-
-class _Bytes:
-    """A tensor's memory as bytes.
-
-    Args:
-        tensor: 1-D, uint8.
-    """
-
-    __slots__ = ("_memory", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-        self._memory: memoryview | torch.Tensor | None = None
-
-    def __getitem__(self, part: slice) -> memoryview | torch.Tensor:
-        """Some of it, no copy."""
-        if self._memory is None:  # once: to slice a view takes a tenth of what it takes to make one
-            self._memory = bytes_or_view(self.tensor)
-        return self._memory[part]
 
 
 class VersionMemory:
@@ -85,14 +64,14 @@ class VersionMemory:
         self._changed = changed
         self._starts = [spec.offset for spec in specs]
         self._lengths = [spec.size_bytes for spec in specs]
-        self._memory: list[_Bytes | None] = []
+        self._memory: list[Bytes | None] = []
         self._copied: list[bool] = []
         for name, entry in entries:
             local = contiguous_local(entry.local, name)
             copied = not is_plain_memory(entry.local)
             if entry.changes_in_forward and not copied:
                 local, copied = local.clone(), True
-            self._memory.append(_Bytes(bytes_of(local)))
+            self._memory.append(Bytes(bytes_of(local)))
             self._copied.append(copied)
         self._written = written(self._live_tensors().values())
         self._uncopied = _on_host(self._live_tensors())
@@ -126,8 +105,7 @@ class VersionMemory:
             StateError: they were let go.
         """
         live = False
-        parts: list[memoryview | torch.Tensor] = []
-        copies: list[torch.Tensor] = []
+        spans: list[Span] = []
         for event in self._written if copy else ():
             event.wait()  # the stream in which the copies are made
         for index, first, last in parts_between(self._lengths, self._starts, start, end):
@@ -137,13 +115,11 @@ class VersionMemory:
                     f"tensor {self._specs[index].name!r} of version {self._version} was let go when training went on"
                 )
             live = live or not (copy or self._copied[index])
-            if copy:
-                copies.append(memory.tensor[first:last].clone())
-            else:
-                parts.append(memory[first:last])
+            spans.append((memory, first, last))
         if copy:
-            return Piece(live, tuple(bytes_or_view(copied) for copied in copies), written(copies))
-        return Piece(live, tuple(parts), self._written)
+            copies = [memory.tensor[first:last].clone() for memory, first, last in spans]
+            return Piece(live, tuple((Bytes(copied), 0, len(copied)) for copied in copies), written(copies))
+        return Piece(live, tuple(spans), self._written)
 
     def is_intact(self, piece: Piece) -> bool:
         """True if no memory of ``piece`` was given back to training since it was looked up."""
@@ -238,7 +214,7 @@ class VersionMemory:
             copies = [copy_on_device(memory) for memory in sources.values()]
             done = written(copies)
             with self._changed:
-                self._written = done or self._written
+                self._written = tuple({event.device: event for event in (*self._written, *done)}.values())
                 self._keep(sources, copies)
 
     def _needed(self, batch: Iterable[int]) -> dict[int, torch.Tensor]:
@@ -258,7 +234,7 @@ class VersionMemory:
         for (index, source), kept in zip(sources.items(), copies, strict=True):
             memory = self._memory[index]
             if memory is not None and memory.tensor is source:  # else the version was dropped meanwhile
-                self._memory[index], self._copied[index] = _Bytes(kept), True
+                self._memory[index], self._copied[index] = Bytes(kept), True
                 self._copied_bytes += len(kept)
 
 

@@ -126,7 +126,7 @@ def apply(registry: StateRegistry, report: FetchReport) -> None:
 
 def bytes_of_piece(piece: Piece) -> bytes:
     """What a reader of ``piece`` gets."""
-    return b"".join(bytes(view) for view in Departure().memory(piece.parts, piece.written))
+    return b"".join(bytes(view) for view in Departure().memory(piece.spans, piece.written))
 
 
 class InBackground:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from state_replicas import InBackground, apply, fetch, head_at, make_replica, se
 
 from lighthouse.messages import Head
 from torchft_plus.state import FetchReport, StateError, StateRegistry, StateServer
-from torchft_plus.state.http import join_address
+from torchft_plus.state.http import HttpError, join_address
 from torchft_plus.state.manifest import PIECE_BYTES
 
 HEAD = head_at(3)
@@ -247,6 +248,103 @@ def test_a_donor_whose_bytes_are_always_damaged_is_left_out(
     proxy.close()
 
 
+def test_a_joiner_that_is_cut_off_from_everybody_for_a_while_goes_on() -> None:
+    """Each connection breaks, and each new one for a second; what was verified is not fetched again."""
+    with donor_processes(2, 96, HEAD) as (_, addresses):
+        cut_off = threading.Event()
+        until: list[float] = []
+
+        def change(data: bytes, offset: int) -> bytes:
+            if not cut_off.is_set() and offset > 20 << 20:
+                until.append(time.monotonic() + 1.0)
+                cut_off.set()
+            if until and time.monotonic() < until[0]:
+                raise ConnectionError
+            return data
+
+        proxies = [Proxy(address, change) for address in addresses]
+        joiner, _ = big_registry(96, filled=False)
+        report = fetch(joiner, HEAD, *[proxy.address for proxy in proxies])
+        apply(joiner, report)
+        assert cut_off.is_set()
+        assert joiner.digest() == big_registry(96, filled=True)[0].digest()
+        assert report.refetched_bytes < 32 << 20
+        assert len(report.notes) < 8, "one sentence, not one for each try"
+        for proxy in proxies:
+            proxy.close()
+
+
+def test_connections_that_only_break_are_given_up_in_time(
+    big_donor: tuple[StateServer, StateRegistry],
+) -> None:
+    server, _ = big_donor
+
+    def change(data: bytes, offset: int) -> bytes:
+        if offset > 1_000_000:
+            raise ConnectionError
+        return data
+
+    proxy = Proxy(server.address, change)
+    joiner, _ = big_registry(48, filled=False)
+    started = time.monotonic()
+    with pytest.raises(StateError, match="broke off"):
+        fetch(joiner, HEAD, proxy.address, transfer_stall_ms=300)
+    assert time.monotonic() - started < 10
+    proxy.close()
+
+
+def test_a_donor_that_is_not_ready_once_is_asked_again(
+    big_donor: tuple[StateServer, StateRegistry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server, registry = big_donor
+    send, asked = StateServer._send_pieces, count()
+
+    def refuse_second(self: StateServer, *args: Any) -> bool:
+        if next(asked) == 1:
+            raise HttpError(503, "not now")
+        return send(self, *args)
+
+    monkeypatch.setattr(StateServer, "_send_pieces", refuse_second)
+    joiner, _ = big_registry(48, filled=False)
+    report = fetch(joiner, HEAD, server.address, connections_per_donor=1)
+    apply(joiner, report)
+    assert joiner.digest() == registry.digest()
+    assert "not now" in report.notes[0]
+
+
+def test_a_tensor_whose_memory_moves_is_sent_from_and_received_into_where_it_lies_now() -> None:
+    def registry_of(value: int) -> tuple[StateRegistry, dict[str, torch.Tensor]]:
+        tensors = {
+            f"{i:03}": torch.full((1 << 16,), value and i + value, dtype=torch.uint8) for i in range(200)
+        }
+        registry = StateRegistry()
+        registry.register_tensors("x", lambda: tensors)
+        return registry, tensors
+
+    donor, tensors = registry_of(1)
+    server = StateServer(donor)
+    serve(server, HEAD, readers=2)
+    apply(first := registry_of(0)[0], fetch(first, HEAD, server.address))
+    for tensor in tensors.values():
+        tensor.share_memory_()
+    joiner, received = registry_of(0)
+    moved = threading.Event()
+
+    def move(_done: int, _total: int) -> None:
+        if not moved.is_set():
+            moved.set()
+            for tensor in received.values():
+                tensor.share_memory_()
+
+    others = [torch.full((1 << 16,), 250, dtype=torch.uint8) for _ in range(400)]  # where it lay before
+    report = fetch(joiner, HEAD, server.address, on_progress=move)
+    apply(joiner, report)
+    assert moved.is_set()
+    assert all(torch.equal(received[name], tensors[name]) for name in tensors)
+    assert all(bool((other == 250).all()) for other in others)
+    server.close()
+
+
 def test_a_donor_killed_half_way_is_replaced() -> None:
     with donor_processes(2, 180, HEAD) as (processes, addresses):
         joiner, _ = big_registry(180, filled=False)
@@ -427,6 +525,23 @@ def test_a_mismatch_is_one_sentence_and_changes_nothing() -> None:
     server.close()
 
 
+@pytest.mark.parametrize("tensor", [torch.zeros(1).expand(4), torch.zeros(3, 1).expand(3, 4)])
+def test_an_expanded_tensor_is_sent_and_not_received_into(tensor: torch.Tensor) -> None:
+    donor, whole, joiner = StateRegistry(), StateRegistry(), StateRegistry()
+    target = tensor.contiguous() + 1
+    donor.register_tensors("x", lambda: {"a": tensor})
+    whole.register_tensors("x", lambda: {"a": target})
+    joiner.register_tensors("x", lambda: {"a": tensor})
+    server = StateServer(donor)
+    serve(server, HEAD, readers=2)
+    apply(whole, fetch(whole, HEAD, server.address))
+    assert torch.equal(target, tensor)
+    with pytest.raises(StateError, match="was expanded"):
+        fetch(joiner, HEAD, server.address)
+    assert joiner.holds_state
+    server.close()
+
+
 def test_a_reader_that_comes_first_waits_for_the_boundary() -> None:
     donor, joiner = make_replica(1), make_replica(2)
     server = StateServer(donor.registry)
@@ -478,7 +593,7 @@ def test_any_answer_of_a_hostile_donor_ends_in_a_sentence(responses: list[bytes]
         server.start()
         registry = StateRegistry()
         with pytest.raises(StateError, match="could not be fetched"):
-            fetch(registry, HEAD, address, transfer_stall_ms=300, wait_ms=0)
+            fetch(registry, HEAD, address, transfer_stall_ms=100, wait_ms=0)
         assert registry.holds_state
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)

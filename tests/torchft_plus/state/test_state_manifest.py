@@ -14,12 +14,15 @@ from safetensors.torch import load
 from lighthouse.messages import Head
 from torchft_plus.state import StateError, StateRegistry
 from torchft_plus.state.manifest import (
+    MAX_TENSORS,
     Manifest,
+    TensorSpec,
     head_name,
     parse_head,
     parse_manifest,
     safetensors_header,
 )
+from torchft_plus.state.values import MAX_JSON_BYTES
 
 HEAD = Head(12, 5 << 32)
 
@@ -153,3 +156,13 @@ def test_head_names(step: int, quorum_id: int, digest: str) -> None:
 )
 def test_no_head_names(text: str) -> None:
     assert parse_head(text) is None
+
+
+def test_a_manifest_of_as_many_tensors_as_allowed_can_be_read() -> None:
+    name = "layers.123.feed_forward.w1.weight/exp_avg_sq"
+    specs = tuple(
+        TensorSpec(f"optimizer/{name}/{i}", "float32", (64, 128), "cuda", i << 15, 1 << 15)
+        for i in range(100)
+    )
+    size_bytes = len(Manifest(HEAD, {}, specs, 8, {}, {}).to_bytes())
+    assert size_bytes / len(specs) * MAX_TENSORS <= MAX_JSON_BYTES

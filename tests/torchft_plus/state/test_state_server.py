@@ -35,7 +35,9 @@ from torchft_plus.state.http import (
     request_head,
     split_address,
 )
+from torchft_plus.state.listener import Listener
 from torchft_plus.state.manifest import CHECKSUM_BYTES, PIECE_BYTES, TORN, TRAILER_BYTES, parse_manifest
+from torchft_plus.state.staging import Bytes
 
 HEAD = head_at(3)
 
@@ -318,6 +320,114 @@ def _body(stream: Stream) -> bytes:
 def _wait_for_full_buffers() -> None:
     """Let the sender fill the socket's buffers, so that it stands in the middle of a piece."""
     threading.Event().wait(0.5)
+
+
+def _ask_pieces(stream: Stream, reader: str, first: int, last: int) -> int:
+    """Status of the answer, whose body is not read."""
+    path = f"/v1/state/3-77/pieces?reader={reader}&first={first}&last={last}"
+    stream.write([request_head("GET", path, "x")])
+    head = stream.read_head()
+    assert head is not None
+    return parse_response(head).status
+
+
+def test_what_lies_before_a_piece_that_was_let_go_is_sent() -> None:
+    registry, tensors = big_registry(18, filled=True)
+    server = StateServer(registry)
+    serve(server, HEAD)
+    early, late = _raw(server.address), _raw(server.address)
+    for path in ("manifest?reader=a", f"release?reader=a&start={8 << 20}&end={12 << 20}"):
+        method = "GET" if "manifest" in path else "POST"
+        early.write([request_head(method, f"/v1/state/3-77/{path}", "x")])
+        head = early.read_head()
+        assert head is not None
+        early.read(parse_response(head).content_bytes)
+    content = bytes(tensors["000"].view(torch.uint8).numpy().data)
+    server.before_update()
+    for tensor in tensors.values():
+        tensor.add_(1)
+    assert _ask_pieces(late, "b", 0, 4) == 200
+    assert late.read(len(content)) == content
+    assert _ask_pieces(_raw(server.address), "b", 2, 3) == 410
+    early.close()
+    late.close()
+    server.close()
+
+
+def test_an_answer_from_copies_breaks_off_when_nothing_is_served_any_more() -> None:
+    registry, _ = big_registry(60, filled=True)
+    server = StateServer(registry)
+    serve(server, HEAD)
+    server.before_update()
+    stream = _raw(server.address)
+    stream.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+    assert _ask_pieces(stream, "a", 0, 15) == 200
+    _wait_for_full_buffers()
+    server.withdraw()
+    got_bytes = 0
+    while data := stream.socket.recv(1 << 20):
+        got_bytes += len(data)
+    assert got_bytes < 6 * (PIECE_BYTES + TRAILER_BYTES)
+    stream.close()
+    server.close()
+
+
+def test_views_of_many_tensors_are_made_without_the_lock_that_training_needs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    registry, _ = big_registry(12, filled=True)
+    server = StateServer(registry)
+    make, held = Bytes.between, []
+
+    def between(self: Bytes, first: int, last: int) -> memoryview | torch.Tensor:
+        held.append(server._store.changed._is_owned())  # type: ignore[attr-defined]
+        return make(self, first, last)
+
+    monkeypatch.setattr(Bytes, "between", between)
+    serve(server, HEAD)
+    joiner, _ = big_registry(12, filled=False)
+    apply(joiner, fetch(joiner, HEAD, server.address))
+    assert held
+    assert not any(held)
+    server.close()
+
+
+@pytest.mark.parametrize("path", ["", "/3-77", "/3-77/manifest", "/4-1"])
+def test_a_connection_is_closed_for_who_asks_for_it(
+    donor: tuple[Replica, StateServer, str], path: str
+) -> None:
+    with socket.create_connection(split_address(donor[1].address), 10) as connection:
+        connection.settimeout(0.9)  # the server itself would end it after a second
+        head = f"GET /v1/state{path}{'?wait_ms=1' if path else ''} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        connection.sendall(head.encode())
+        while connection.recv(1 << 16):
+            pass
+
+
+class _Elsewhere:
+    """Accepts connections of ``listener`` whose peers seem to be on another host."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        return self._listener.accept()[0], ("192.0.2.1", 1)
+
+
+def test_only_peers_on_this_host_are_not_paced_for() -> None:
+    def algorithm(of: socket.socket) -> bytes:
+        return of.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+    with socket.socket() as untouched:
+        default = algorithm(untouched)
+    listener = Listener("127.0.0.1", 0, 8)
+    with socket.create_connection(("127.0.0.1", listener.port), 10), listener.accept() as here:
+        assert algorithm(here) == b"reno"
+    listening = listener._socket
+    listener._socket = _Elsewhere(listening)  # type: ignore[assignment]
+    with socket.create_connection(("127.0.0.1", listener.port), 10), listener.accept() as there:
+        assert algorithm(there) == default
+    listening.close()
 
 
 def test_withdraw_breaks_off_and_publish_serves_again(donor: tuple[Replica, StateServer, str]) -> None:

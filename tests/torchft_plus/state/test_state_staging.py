@@ -80,6 +80,8 @@ def test_a_file_of_an_accelerators_tensors_is_whole(accelerator: Accelerator) ->
 
 
 class _Event:
+    device = torch.device("cuda", 0)
+
     def __init__(self) -> None:
         self.waits = 0
 

@@ -157,31 +157,3 @@ def test_a_slow_connection_tells_of_every_byte() -> None:
     assert failed
     reader.close()
     sender.close()
-
-
-class _Elsewhere(socket.socket):
-    """A socket whose peer seems to be on another host."""
-
-    def getpeername(self) -> tuple[str, int]:
-        return "192.0.2.1", 1
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_only_a_peer_on_this_host_is_not_paced_for(host: str) -> None:
-    try:
-        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError:
-        pytest.skip(f"this machine has no {host}")
-    with listener:
-        for kind, spared in ((socket.socket, True), (_Elsewhere, False)):
-            connection = kind(listener.family, socket.SOCK_STREAM)
-            connection.connect(listener.getsockname()[:2])
-            before = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
-            stream = Stream(connection, 1.0)
-            stream.spare_pacing()
-            after = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
-            assert after == (b"reno" if spared else before.rstrip(b"\0"))
-            stream.close()
-    unconnected = Stream(socket.socket(), 1.0)
-    unconnected.spare_pacing()
-    unconnected.close()
