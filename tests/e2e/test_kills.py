@@ -157,7 +157,9 @@ def test_all_groups_are_lost_at_once_and_go_on_from_the_newest_disk(
         fetched = [
             event for event in cluster.events(group, "fetched") if event["time"] > start_of(cluster, group)
         ]
-        assert [event["step"] for event in fetched] == ([] if group == source else [newest[0]])
+        assert len(fetched) == (group != source)
+        # Who comes after ``restart_timeout`` on a busy machine finds the others on their way already.
+        assert all(event["step"] >= newest[0] for event in fetched)
         assert len(cluster.events(group, "caught_up")) == len(fetched)
     for group in GROUPS:
         cluster.signal(group, signal.SIGTERM)
