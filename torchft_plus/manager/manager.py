@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import FrameType
@@ -24,6 +25,7 @@ from torchft_plus.manager.fetcher import Fetcher
 from torchft_plus.manager.lanes import LaneBuilder
 from torchft_plus.manager.mailbox import Mailbox
 from torchft_plus.manager.outcome import Left, ManagerError, StepOutcome, StepPlan
+from torchft_plus.manager.pace import Pace
 from torchft_plus.manager.settings import Settings, SettingsError
 from torchft_plus.manager.step_loop import StepLoop
 from torchft_plus.manager.torchft_names import TorchftNames, WorldSizeMode, timeout_of
@@ -41,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_CATCH_UP_STEPS = 64
 VALUES_SLICE_MS = 50
+REPLAY_SHARE = 0.25
+"""Of what the last step had to spare, for the replay at a boundary: part of that was the reduction, which all wait for."""
 
 
 class Manager(TorchftNames):
@@ -186,6 +190,7 @@ class Manager(TorchftNames):
         )
         logger.info("%s serves its state at %s", name, self._server.address)
         self.catch_up = CatchUp(self.state, catch_up_max_steps)
+        self._pace = Pace()
         self._recorded = RecordedOperations()
         self._attached: list[AttachedReduction] = []
         self._lanes = LaneBuilder(
@@ -302,6 +307,7 @@ class Manager(TorchftNames):
     def start_step(self) -> StepPlan:
         """A step starts: before the forward. Blocks only for the first quorum, and in lock-step while behind."""
         self._touch("start")
+        self._pace.step_begins(time.monotonic())
         if self._loop.leaving and self._loop.may_leave(self._settings.timeouts.shutdown_ms):
             self._leave()
         if not self._started:
@@ -320,6 +326,7 @@ class Manager(TorchftNames):
         self._install_lane()
         self._in_step = True
         self._touch("compute")
+        self._pace.compute_begins(time.monotonic())
         return StepPlan(self._loop.head.step + 1, self._loop.behind, caught_up)
 
     def finish_step(
@@ -337,6 +344,7 @@ class Manager(TorchftNames):
         if not self._in_step:
             raise ManagerError("finish_step() without start_step()")
         self._touch("reduce")
+        self._pace.compute_ends(time.monotonic())
         outcome = self._loop.finish(scalars or {}, positions or {})
         self._in_step = False
         self._last = outcome
@@ -479,6 +487,7 @@ class Manager(TorchftNames):
 
     def _catch_up(self) -> bool:
         """At a boundary while behind. True if this group became level."""
+        self._replay_ahead()
         if not self._loop.boundary(bool(self._obstacles), patient=self._windowed):
             return False
         report = self._fetcher.report
@@ -497,6 +506,17 @@ class Manager(TorchftNames):
         self._overflows = 0
         self._emit_digest(final=True)
         return True
+
+    def _replay_ahead(self) -> None:
+        """With the state here, bring it up to date as far as the others do not wait for it."""
+        report = self._fetcher.report
+        if (
+            report is not None
+            and not self._windowed
+            and not self.catch_up.nearly_level
+            and self._take_values()
+        ):
+            self.catch_up.replay(report, REPLAY_SHARE * self._pace.spare_ms)
 
     def _record(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Queue the step that was just committed; a queue that overflows twice is too short."""

@@ -413,7 +413,7 @@ class StepLoop:
 
     def _report_boundary(self, patient: bool) -> None:
         boundary = pb.RankBoundary(
-            fetched=self._fetcher.report is not None,
+            fetched=self._fetcher.report is not None and (patient or self._catch_up.nearly_level),
             epoch=self._join_epoch,
             step=self.head.step,
             patient=patient,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -77,6 +78,8 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Options = dict[str, Any]
+LEAST_STEPS = 2
+"""Replayed at a boundary, however long they take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,12 +258,18 @@ class CatchUp:
         self._most_steps = max(self._most_steps, len(self._steps))
         self._peak_bytes = max(self._peak_bytes, self._size_bytes)
 
+    @property
+    def nearly_level(self) -> bool:
+        """What is left to replay takes no longer than the steps that are replayed at a boundary in any case."""
+        return len(self._steps) <= LEAST_STEPS
+
     def replay(self, received: FetchReport | LoadPlan, budget_ms: float | None = None) -> bool:
         """Load the version if it was not yet, and run recorded steps, at a boundary.
 
         Args:
             received: result of the fetch, of the base or of a head that was recorded.
-            budget_ms: stop after the first step that ends later than this; call again at the next boundary.
+            budget_ms: stop after the first step that ends later than this, but not before ``LEAST_STEPS``; call again at the
+                next boundary. At each one a step is recorded, so that a single one would come to no end.
 
         Returns:
             True if this replica is level now.
@@ -273,11 +282,14 @@ class CatchUp:
         started = time.monotonic()
         if self._loaded is None:
             self._load(received if isinstance(received, LoadPlan) else received.plan)
-        while self._steps:
+        for done in itertools.count(1):
+            if not self._steps:
+                break
             for update in self._steps[0].updates:
                 self._run(update)
             self._forget_first()
-            if budget_ms is not None and self._steps and 1000 * (time.monotonic() - started) >= budget_ms:
+            spent = budget_ms is not None and 1000 * (time.monotonic() - started) >= budget_ms
+            if self._steps and spent and done >= LEAST_STEPS:
                 return False
         return True
 

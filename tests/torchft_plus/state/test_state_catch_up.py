@@ -128,11 +128,25 @@ def test_controls_fail_as_they_must() -> None:
 def test_replay_in_parts_while_steps_are_recorded() -> None:
     donor, server, joiner, catch_up, report = _behind(4)
     assert not catch_up.replay(report, budget_ms=0)
-    assert catch_up.recorded_steps == 3
+    assert catch_up.recorded_steps == 2
     _step_together(donor, server, joiner, catch_up, 11)
     while not catch_up.replay(report, budget_ms=0):
         pass
     assert catch_up.size_bytes == 0
+    assert joiner.registry.digest() == donor.registry.digest()
+    server.close()
+
+
+def test_a_replay_without_time_to_spare_comes_to_an_end() -> None:
+    """At each boundary a step is recorded, and two are replayed however long they take."""
+    donor, server, joiner, catch_up, report = _behind(8)
+    for boundary in range(20):
+        if catch_up.nearly_level:
+            break
+        catch_up.replay(report, budget_ms=0)
+        _step_together(donor, server, joiner, catch_up, 15 + boundary)
+    assert boundary == 6
+    assert catch_up.replay(report)
     assert joiner.registry.digest() == donor.registry.digest()
     server.close()
 
