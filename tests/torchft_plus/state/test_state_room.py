@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -291,23 +293,30 @@ def test_a_state_that_cannot_be_read_is_told_to_its_readers_only() -> None:
         donor.version(1)
 
 
-@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_the_kernel_gives_the_memory_and_leaves_its_content() -> None:
     size_bytes = 64 << 20
     made = Room(Layout(size_bytes, ((0, 32 << 20), (40 << 20, size_bytes))))
     made.block[:5] = torch.arange(5, dtype=torch.uint8)
     if not room._touch(made.block, 0, 1):
         pytest.skip("this kernel has no MADV_POPULATE_WRITE")
-    before = _resident_bytes()
+    between = made.block[33 << 20 : 39 << 20]
+    before = _resident_pages(between)
     for start, end in ((1, 32 << 20), ((40 << 20) + 1, size_bytes)):
         assert room._touch(made.block, start, end)
-    grown = _resident_bytes() - before
-    assert 50 << 20 < grown < 62 << 20
+        assert _resident_pages(made.block[start:end]) >= (end - start) // mmap.PAGESIZE - 1
+    assert _resident_pages(between) == before
     assert made.block[:5].tolist() == [0, 1, 2, 3, 4]
 
 
-def _resident_bytes() -> int:
-    return int(Path("/proc/self/smaps_rollup").read_text().split("Rss:")[1].split()[0]) << 10
+def _resident_pages(memory: torch.Tensor) -> int:
+    """Of the whole pages within ``memory``; what the process has in all changes with what other threads free."""
+    first = -(-memory.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = (memory.data_ptr() + len(memory) - first) // mmap.PAGESIZE
+    found = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(pages * mmap.PAGESIZE), found) == 0
+    return sum(one & 1 for one in found)
 
 
 def test_another_system_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
