@@ -140,7 +140,7 @@ class Landing:
     def __init__(
         self,
         spans: Callable[[int, int], list[Span]],
-        ready: Sequence[torch.Event] = (),
+        ready: Sequence[torch.Event],
     ) -> None:
         self._spans = spans
         self._ready = ready
