@@ -49,6 +49,8 @@ class Peer:
     moved_ms: int = 0
     waiting_since_ms: int | None = None
     overdue: bool = False
+    answering: bool = False
+    """It said on the current session what only follows an answer: a try that it gave up is no news about itself."""
     greeted: bool = False
     """Its hello was answered with what it lacks (the last quorum or a revocation)."""
     revoked: tuple[int, bool] = (0, False)
@@ -194,6 +196,7 @@ class Roster:
         if peer is None:
             return
         self.hear(peer)
+        peer.answering = True
         if pending is not None and pending.ping_ms is not None:
             del self.pending[process.replica_id]
             reason = (
@@ -218,6 +221,7 @@ class Roster:
         peer.session, peer.address = session, hello.address
         peer.connected, peer.lost, peer.named = True, None, False
         peer.ask, peer.greeted, peer.revoked = None, False, (0, False)
+        peer.answering = False
         peer.adopted = hello.quorum
         peer.had_quorum |= hello.quorum is not None or hello.position.floor > 0
         self.heard(peer, hello.position)
@@ -333,6 +337,7 @@ class Roster:
 
     def beat(self, peer: Peer, progress: Progress) -> bool:
         """A heartbeat came; True if it changes who is awaited now, and not only when somebody will be overdue."""
+        peer.answering = True
         if peer.position is None:
             return False
         previous = peer.position.progress
@@ -385,6 +390,8 @@ class Roster:
         peer.connected, peer.ask = False, None
         if self.is_member(peer) and self._hears_nobody():
             peer.held = True  # it ended a stream on which it heard nothing, which is no news about itself
+        elif not peer.answering:
+            self._excuse(peer)  # nor is a connection that came about when it had given up waiting for it
         else:
             peer.heard_ms = self.wakeups.now_ms
 
@@ -445,10 +452,7 @@ class Roster:
             self._lose(peer, "its stream is broken and a fault names it")
         elif peer.back_by_ms is not None:
             if self.wakeups.due(peer.back_by_ms):
-                self._lose(
-                    peer,
-                    f"silent, and not back {self.config.restart_grace_ms} ms after others were heard again",
-                )
+                self._lose(peer, f"silent, and not back within {self.config.restart_grace_ms} ms")
         elif peer.held:
             if self._hears_strangers() or self.wakeups.due(peer.heard_ms + self.config.certainly_gone_ms):
                 self._lose(peer, f"silent for {broken_ms} ms, as all others are")

@@ -249,6 +249,7 @@ class TorchftCore:
         known = address if is_address(address) else UNKNOWN_ADDRESS
         hello = Hello(self._position(replica, 0), known, size)
         self._core.note(Connected(replica.process, replica.session, hello), now_ms)
+        self._say(replica, Beat(replica.progress), now_ms)  # its connection is in use
 
     def _disconnect(self, replica: Replica, now_ms: int) -> None:
         replica.connected = replica.asked = False

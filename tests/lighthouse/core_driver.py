@@ -69,6 +69,13 @@ class Driver:
     def connect(
         self, name: str, quorum: Quorum | None = None, position: Position | None = None, session: int = 0
     ) -> None:
+        """It opens a stream and hears the answer."""
+        self.try_to_connect(name, quorum, position, session)
+        self.beat(name, counter=0)
+
+    def try_to_connect(
+        self, name: str, quorum: Quorum | None = None, position: Position | None = None, session: int = 0
+    ) -> None:
         who = process(name)
         self.sessions[who] = session or self.sessions[who] + 1
         hello = Hello(position or Position(0, START, level=True), "host:1", 1, quorum)

@@ -133,6 +133,15 @@ class FakeMember:
             self._changed.notify_all()
 
 
+def start(members: list[FakeMember], address: str, names: str, job_id: str = "job") -> list[FakeMember]:
+    """Members of these names, in a quorum."""
+    new = [FakeMember(address, name, job_id=job_id) for name in names]
+    members.extend(new)
+    for member in new:
+        member.wait_for(lambda m: m.quorum)
+    return new
+
+
 if __name__ == "__main__":
     member = FakeMember(sys.argv[1], sys.argv[2], sys.argv[3])
     member.wait_for(lambda m: m.quorum)

@@ -200,6 +200,47 @@ def test_a_stream_that_is_back_within_the_grace_is_no_loss() -> None:
     assert driver.words("a") == driver.words("c") == []
 
 
+@pytest.mark.parametrize("greeting", ["hello", "hello, ask"])
+def test_a_connection_that_came_too_late_for_its_process_is_no_loss(greeting: str) -> None:
+    """After an outage: the process has given up waiting for it, and opens another one."""
+    driver = trio()
+    driver.disconnect("b")
+    driver.try_to_connect("b", driver.quorum)
+    if "ask" in greeting:
+        driver.ask_fenced("b")
+        driver.ask_fenced("a")
+    driver.disconnect("b")
+    driver.wait(2_999, beats="a c")
+    driver.connect("b", driver.quorum)
+    if "ask" in greeting:
+        driver.ask_fenced("b c")
+    driver.wait(60_000, beats="a b c")
+    assert driver.members == "a b c"
+    assert not [line for line in driver.core.story() if "b is lost" in line]
+
+
+def test_who_is_not_back_after_a_connection_that_came_too_late_is_lost() -> None:
+    driver = trio()
+    driver.disconnect("b")
+    driver.try_to_connect("b", driver.quorum)
+    driver.disconnect("b")
+    driver.wait(3_000, beats="a c")
+    driver.ask_fenced("a c")
+    assert driver.members == "a c"
+    assert "b is lost: silent, and not back within 3000 ms" in driver.quorum.reason
+
+
+def test_a_pong_shows_too_that_a_connection_is_in_use() -> None:
+    driver = trio()
+    driver.disconnect("b")
+    driver.try_to_connect("b", driver.quorum)
+    driver.connect("b2")
+    driver.pong("b")
+    driver.disconnect("b")
+    driver.wait(100, beats="a c")
+    assert driver.revocations("a") == [(driver.quorum.id, True)]
+
+
 def test_a_new_session_may_come_before_the_end_of_the_old_one() -> None:
     driver = trio()
     who = process("c")
@@ -728,7 +769,7 @@ def test_after_nobody_was_heard_who_does_not_come_back_is_lost() -> None:
     driver.wait(1, beats="a b")
     driver.ask_fenced("a b")
     assert driver.members == "a b"
-    assert "not back 3000 ms after others were heard again" in driver.quorum.reason
+    assert "silent, and not back within 3000 ms" in driver.quorum.reason
 
 
 def test_the_grace_after_nobody_was_heard_is_given_once() -> None:

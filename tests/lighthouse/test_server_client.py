@@ -17,39 +17,21 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_member import START, FakeMember
+from fake_member import START, FakeMember, start
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lighthouse import wire
-from lighthouse.client import ANSWER_EVERY, LighthouseUnreachable, fetch_status, report_exit
+from lighthouse.client import LighthouseUnreachable, fetch_status, report_exit
 from lighthouse.core.words import CoreConfig
 from lighthouse.daemon import LighthouseDaemon
 from lighthouse.events import EventLog
-from lighthouse.messages import Beat, Hello, Position, Process, Progress, Retired
+from lighthouse.messages import Hello, Position, Process
 from lighthouse.rpc import SESSION, parse_address, target_of
 from lighthouse.server import LighthouseServer
 from lighthouse.storage import MemoryStorage
-from lighthouse.timeouts import Timeouts
 
 LOOPBACK = "127.0.0.1:0"
 FAKE_MEMBER = Path(__file__).parent / "fake_member.py"
-
-
-@pytest.fixture
-def members() -> Iterator[list[FakeMember]]:
-    """Members put here are closed at the end."""
-    started: list[FakeMember] = []
-    yield started
-    for member in started:
-        member.close()
-
-
-def start(members: list[FakeMember], address: str, names: str, job_id: str = "job") -> list[FakeMember]:
-    new = [FakeMember(address, name, job_id=job_id) for name in names]
-    members.extend(new)
-    for member in new:
-        member.wait_for(lambda m: m.quorum)
-    return new
 
 
 def settle(members: list[FakeMember], names: str) -> None:
@@ -460,40 +442,3 @@ def test_a_stream_that_breaks_while_it_is_written_to_makes_no_noise() -> None:
     asyncio.run(break_it())
     gc.collect()
     assert complaints == []
-
-
-def test_a_quiet_heartbeat_gets_no_answer_and_an_answer_tells_when_it_was_asked_for() -> None:
-    hello = Hello(Position(0, START), "h:1", 1)
-    words = [wire.Open("job", Process("a", "1"), 1, hello), Beat(Progress(counter=1), quiet=True)]
-    words += [Beat(Progress(counter=2)), Beat(Progress(counter=3), quiet=True), Beat(Progress(counter=4))]
-    done = threading.Event()
-
-    def requests() -> Iterator[bytes]:
-        yield from map(wire.encode_up, words)
-        done.wait(20)
-
-    with LighthouseServer(LOOPBACK) as server, grpc.insecure_channel(target_of(server.address())) as channel:
-        call = channel.stream_stream(SESSION)(requests(), timeout=20)
-        answers = [
-            wire.decode_down(next(call)) for _ in range(3)
-        ]  # to open and to two of the four heartbeats
-        report_exit(server.address(), "job", Process("a", "1"))
-        after = wire.decode_down(next(call))
-        done.set()
-    assert answers == [wire.BeatAnswer()] * 3
-    assert isinstance(after, Retired)
-
-
-def test_the_client_knows_until_when_it_was_heard(members: list[FakeMember]) -> None:
-    with LighthouseServer(LOOPBACK, expected_replicas=1) as server:
-        started_at = time.monotonic()
-        [a] = start(members, server.address(), "a")
-        answered = a.client.last_answered
-        assert started_at <= answered <= time.monotonic()
-        interval_s = Timeouts().heartbeat_interval_ms / 1000
-        end = time.monotonic() + 10
-        while a.client.last_answered < answered + ANSWER_EVERY * interval_s / 2 and time.monotonic() < end:
-            time.sleep(0.05)
-        now = time.monotonic()
-        assert answered + ANSWER_EVERY * interval_s / 2 < a.client.last_answered <= now
-        assert now - a.client.last_answered < 3, "the newest word that was answered, not an older one"

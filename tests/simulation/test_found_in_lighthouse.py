@@ -59,7 +59,9 @@ class Lighthouse:
     def connect(
         self, process: Process, session: int, position: Position, now_ms: int, quorum: Quorum | None = None
     ) -> None:
+        """It opens a stream and beats once it has heard the answer."""
         self._take(self.core.handle(Connected(process, session, Hello(position, "x:1", 1, quorum)), now_ms))
+        self._take(self.core.handle(Received(process, session, Beat(position.progress, quiet=True)), now_ms))
 
     def ask(self, process: Process, session: int, position: Position, now_ms: int) -> None:
         self._take(self.core.handle(Received(process, session, Ask(position)), now_ms))
@@ -317,6 +319,7 @@ def test_a_heartbeat_is_answered_after_the_revocation() -> None:
     for process in (A, B):
         job.handle(Connected(process, 1, Hello(fresh(), "x:1", 1, None)), 0)
         job.handle(Received(process, 1, Ask(fresh())), 0)
+        job.handle(Received(process, 1, Beat(Progress(), quiet=True)), 0)
     job.note(Disconnected(B, 1), 10)  # the next decision revokes the quorum
     job.note(Received(A, 1, Beat(Progress())), 10)
     job.answer(session)

@@ -16,7 +16,7 @@ QUICK = {
     "nothing_is_skipped": 12,
     "stale_data_counts": 12,
     "total_loss_is_kept_quiet": 12,
-    "goes_on_without_its_store": 40,
+    "goes_on_without_its_store": 80,
     "each_rank_ends_its_window_by_itself": 12,
     "evidence_from_the_last_base": 120,
     "fragment_by_a_local_counter": 12,

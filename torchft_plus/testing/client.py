@@ -59,6 +59,7 @@ class Client:
         self.last_heard_ms = self.last_answered_ms = life.now_ms
         self._unanswered: deque[int] = deque()
         self._beats = 0
+        self._answered = False
         self.end: End | None = None
         self._world = world
         self._network = network
@@ -91,6 +92,7 @@ class Client:
         self._outbox = []
         self._unanswered = deque([self._life.now_ms])
         self._beats = 0
+        self._answered = False
         for message in self._greet():
             self._outbox.append(
                 Open(self._process, session, message) if isinstance(message, Hello) else message
@@ -103,7 +105,6 @@ class Client:
             lambda reason: self._ended(session, reason),
         )
         self._life.after(self._silence_ms, self._watch, session)
-        self._life.after(self._world.settings.timeouts.heartbeat_interval_ms, self._beat, session)
 
     def _opened(self, session: int, end: End) -> None:
         if session != self._session or self._outbox is None:
@@ -118,6 +119,9 @@ class Client:
         if session != self._session:
             return
         self.last_heard_ms = self._life.now_ms
+        if not self._answered:
+            self._answered = True
+            self._life.after(0, self._beat, session)
         if isinstance(message, Ping):
             if self.end is not None:
                 self.end.send(Pong())
@@ -127,15 +131,12 @@ class Client:
             self._on_message(message)
 
     def _beat(self, session: int) -> None:
-        if session == self._session and (self.end is not None or self._outbox is not None):
+        if session == self._session and self.end is not None:
             self._beats += 1
             quiet = self._beats % ANSWER_EVERY != 0
             if not quiet:
                 self._unanswered.append(self._life.now_ms)
-            if self.end is not None:
-                self.end.send(Beat(self._progress(), quiet))
-            elif self._outbox is not None:
-                self._outbox.append(Beat(self._progress(), quiet))
+            self.end.send(Beat(self._progress(), quiet))
             self._life.after(self._world.settings.timeouts.heartbeat_interval_ms, self._beat, session)
 
     def _watch(self, session: int) -> None:
