@@ -140,7 +140,6 @@ class LighthouseClient:
         self._security = security or Security()
         self._was_connected = False
         self._session_number = 0
-        self._answered = asyncio.Event()
         self._stream: _Stream | None = None
         self._running: asyncio.Task[None] | None = None
         self._closed = False
@@ -197,7 +196,6 @@ class LighthouseClient:
         stream = _Stream(self._target, f"lighthouse-{self._process.replica_id}", self._security)
         # From here on send() goes to this stream: what changes after the greeting was made must not be lost.
         self._stream = stream
-        self._answered.clear()
         self._unanswered = deque([time.monotonic()])  # `open` is answered, then beats, in order
         beater = asyncio.create_task(self._beat())
         try:
@@ -228,8 +226,10 @@ class LighthouseClient:
             message = wire.decode_down(data)
             if not self.connected:
                 self.connected = self._was_connected = True
-                self._answered.set()
                 self._complained = False
+                self.send(
+                    Beat(self._progress(), quiet=True)
+                )  # by it the Lighthouse knows that this stream is in use
                 logger.info("connected to the Lighthouse at %s", self.address)
                 self._on_connected(True)
             match message:
@@ -242,15 +242,15 @@ class LighthouseClient:
                     self._on_message(message)
 
     async def _beat(self) -> None:
-        """The first heartbeat follows the answer to `open` at once: by it the Lighthouse knows that the stream is in use."""
-        await self._answered.wait()
         interval_s = self._timeouts.heartbeat_interval_ms / 1000
         for number in itertools.count(1):
+            await asyncio.sleep(interval_s)
+            if not self.connected:
+                continue
             quiet = number % ANSWER_EVERY != 0
             if not quiet:
                 self._unanswered.append(time.monotonic())
             self.send(Beat(self._progress(), quiet))
-            await asyncio.sleep(interval_s)
 
     def _stamp(self, message: Up) -> wire.SessionUp:
         if isinstance(message, Hello):

@@ -187,6 +187,7 @@ class QuorumCore:
             pending = self._roster.pending.get(event.process.replica_id)
             if pending is not None and (pending.process, pending.session) == (event.process, event.session):
                 pending.ask = message if isinstance(message, Ask) else pending.ask
+                pending.answering |= isinstance(message, Beat)
             return False
         match message:
             case Beat():

@@ -39,7 +39,7 @@ class Peer:
     held: bool = False
     """It is out of sight since nobody was heard: that may be the Lighthouse's own trouble (rule L6)."""
     back_by_ms: int | None = None
-    """Until when it may come back after nobody was heard; given once, until its next word."""
+    """Until when it may come back after nobody was heard, or after a stream that it gave up; given once, until it answers."""
     position: Position | None = None
     ask: Ask | None = None
     """The ask that stands on the current session."""
@@ -76,6 +76,8 @@ class Pending:
     session: int
     hello: Hello
     ask: Ask | None = None
+    answering: bool = False
+    """As that of a peer."""
     ping_ms: int | None = None
     """When the old one was pinged; None: it is given time to reconnect."""
 
@@ -195,8 +197,8 @@ class Roster:
         pending = self.pending.get(process.replica_id)
         if peer is None:
             return
+        self.answers(peer)
         self.hear(peer)
-        peer.answering = True
         if pending is not None and pending.ping_ms is not None:
             del self.pending[process.replica_id]
             reason = (
@@ -219,7 +221,7 @@ class Roster:
         if newcomer is not None and newcomer.process != process:
             newcomer.ping_ms = None  # a ping was lost with the old session
         peer.session, peer.address = session, hello.address
-        peer.connected, peer.lost, peer.named = True, None, False
+        peer.connected, peer.lost = True, None
         peer.ask, peer.greeted, peer.revoked = None, False, (0, False)
         peer.answering = False
         peer.adopted = hello.quorum
@@ -281,7 +283,10 @@ class Roster:
         if current is not None:
             self.retire(current.process, f"it was replaced by {pending.process}")
         self.pending.pop(pending.process.replica_id, None)
-        return self._accept(pending.process, pending.session, pending.hello)
+        peer = self._accept(pending.process, pending.session, pending.hello)
+        if peer is not None and pending.answering:
+            self.answers(peer)
+        return peer
 
     # --- speaking ---------------------------------------------------------------------------------------------
 
@@ -293,7 +298,13 @@ class Roster:
                     if other is not None and other.lost is None:
                         self._excuse(other)
             self.word_ms = self.wakeups.now_ms
-        peer.heard_ms, peer.held, peer.back_by_ms = self.wakeups.now_ms, False, None
+        peer.heard_ms, peer.held = self.wakeups.now_ms, False
+        if peer.answering:
+            peer.back_by_ms = None
+
+    def answers(self, peer: Peer) -> None:
+        """``peer`` said what only follows an answer: it is at the other end of its current stream, and means to stay."""
+        peer.answering, peer.named = True, False
 
     def _excuse(self, peer: Peer) -> None:
         """Give ``peer`` the time to come back, unless it had that already."""
@@ -337,7 +348,7 @@ class Roster:
 
     def beat(self, peer: Peer, progress: Progress) -> bool:
         """A heartbeat came; True if it changes who is awaited now, and not only when somebody will be overdue."""
-        peer.answering = True
+        self.answers(peer)
         if peer.position is None:
             return False
         previous = peer.position.progress
@@ -451,7 +462,7 @@ class Roster:
         if peer.named:
             self._lose(peer, "its stream is broken and a fault names it")
         elif peer.back_by_ms is not None:
-            if self.wakeups.due(peer.back_by_ms):
+            if self.wakeups.due(max(peer.back_by_ms, self.window_until_ms)):
                 self._lose(peer, f"silent, and not back within {self.config.restart_grace_ms} ms")
         elif peer.held:
             if self._hears_strangers() or self.wakeups.due(peer.heard_ms + self.config.certainly_gone_ms):

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from lighthouse.client import LighthouseClient
+from lighthouse.client import LighthouseClient, fetch_status
 from lighthouse.messages import (
     Ask,
     Down,
@@ -23,6 +23,7 @@ from lighthouse.messages import (
     Revoke,
     Up,
 )
+from lighthouse.pb import lighthouse_pb2 as pb
 from lighthouse.security import Security
 from lighthouse.timeouts import Timeouts
 
@@ -45,6 +46,7 @@ class FakeMember:
         self.words: list[tuple[float, Down]] = []
         self.connections: list[bool] = []
         self.floor = 0
+        self.beats = 0
         self.asked = True
         self.leaving = False
         self._changed = threading.Condition()
@@ -56,7 +58,7 @@ class FakeMember:
             greet=self._greet,
             on_message=self._on_message,
             on_connected=self._on_connected,
-            progress=Progress,
+            progress=self._progress,
             timeouts=Timeouts(),
             security=security,
         )
@@ -101,6 +103,10 @@ class FakeMember:
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others)
 
+    def _progress(self) -> Progress:
+        self.beats += 1
+        return Progress(counter=self.beats)
+
     def _greet(self) -> list[Up]:
         hello = Hello(self.position(), "127.0.0.1:9", 1, self.quorum)
         return [hello, Ask(self.position(), self.leaving)] if self.asked else [hello]
@@ -140,6 +146,22 @@ def start(members: list[FakeMember], address: str, names: str, job_id: str = "jo
     for member in new:
         member.wait_for(lambda m: m.quorum)
     return new
+
+
+def until_status(
+    address: str, name: str, what: Callable[[pb.PeerStatus], bool], timeout_s: float = 20.0
+) -> None:
+    """Until the Lighthouse says ``what`` of replica ``name``."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        if any(
+            what(peer)
+            for peer in fetch_status(address, "job").jobs[0].peers
+            if peer.process.replica_id == name
+        ):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{name} did not get there: {fetch_status(address, 'job')}")
 
 
 if __name__ == "__main__":

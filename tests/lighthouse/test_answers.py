@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
-from fake_member import START, FakeMember, start
+from fake_member import START, FakeMember, start, until_status
 
 from lighthouse import wire
 from lighthouse.client import ANSWER_EVERY, fetch_status, report_exit
@@ -48,17 +48,6 @@ class RawStream:
         self._words.put(None)
 
 
-def until_silent(address: str, name: str, silent_ms: int) -> None:
-    """Until the stream of ``name`` has ended and nothing came from it for so long."""
-    end = time.monotonic() + 20
-    while time.monotonic() < end:
-        [peer] = [p for p in fetch_status(address, "job").jobs[0].peers if p.process.replica_id == name]
-        if not peer.connected and peer.silent_ms >= silent_ms:
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{name} is still heard")
-
-
 def test_a_stream_that_ends_before_its_process_has_read_anything_is_no_death() -> None:
     """After an outage a connection may come about just when its process has given up waiting for it."""
     with (
@@ -74,7 +63,8 @@ def test_a_stream_that_ends_before_its_process_has_read_anything_is_no_death() -
         late = RawStream(channel, "b", session=2, quorum=quorum)
         late.read()
         late.close()
-        until_silent(server.address(), "b", silent_ms=500)  # longer than reconnect_grace
+        # longer than reconnect_grace
+        until_status(server.address(), "b", lambda peer: not peer.connected and peer.silent_ms >= 500)
         back = RawStream(channel, "b", session=3, quorum=quorum)
         assert back.read() == wire.BeatAnswer()
         [status] = fetch_status(server.address(), "job").jobs
@@ -126,7 +116,7 @@ def test_a_member_is_silent_until_it_was_answered_and_then_beats_at_once(members
         with pytest.raises(queue.Empty):
             lighthouse.heard.get(timeout=beats_s)
         lighthouse.may_answer.set()
-        assert lighthouse.heard.get(timeout=20) == Beat(Progress(), quiet=True)
+        assert lighthouse.heard.get(timeout=20) == Beat(Progress(counter=1), quiet=True)
     finally:
         for member in members:
             member.close()

@@ -230,6 +230,56 @@ def test_who_is_not_back_after_a_connection_that_came_too_late_is_lost() -> None
     assert "b is lost: silent, and not back within 3000 ms" in driver.quorum.reason
 
 
+def test_who_gives_up_one_stream_after_the_other_is_not_awaited_for_longer() -> None:
+    """It can speak and cannot read: each try would renew the grace."""
+    driver = trio()
+    driver.disconnect("b")
+    for _ in range(3):
+        driver.try_to_connect("b", driver.quorum)
+        driver.ask_fenced("b")
+        driver.disconnect("b")
+        driver.wait(1_000, beats="a c")
+    driver.ask_fenced("a c")
+    assert driver.members == "a c"
+
+
+def test_a_fault_that_names_a_dead_process_counts_though_its_last_stream_is_read_after_it() -> None:
+    driver = trio()
+    driver.disconnect("b")
+    driver.fault("a", "b")
+    driver.try_to_connect("b", driver.quorum)
+    driver.disconnect("b")
+    driver.ask_fenced("a c")
+    assert driver.members == "a c"
+
+
+def test_a_new_incarnation_that_waited_for_its_place_was_answered_meanwhile() -> None:
+    driver = trio()
+    driver.connect("b2")
+    driver.ask("b2")
+    driver.wait(5_000, beats="a c b2")
+    driver.ask_fenced("a c")
+    assert driver.members == "a c b2"
+    driver.words("a")
+    driver.disconnect("b2")
+    driver.wait(100, beats="a c")
+    assert driver.revocations("a") == [(driver.quorum.id, True)]
+
+
+def test_after_a_pause_of_the_lighthouse_a_stream_that_was_given_up_gets_the_time_anew() -> None:
+    driver = trio()
+    driver.disconnect("b")
+    driver.try_to_connect("b", driver.quorum)
+    driver.disconnect("b")
+    driver.wait(2_900, beats="a c")
+    driver.resume()
+    driver.wait(2_999, beats="a c")
+    driver.connect("b", driver.quorum)
+    driver.wait(10_000, beats="a b c")
+    assert len(driver.quorums) == 1
+    assert driver.words("a") == []
+
+
 def test_a_pong_shows_too_that_a_connection_is_in_use() -> None:
     driver = trio()
     driver.disconnect("b")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from fake_member import START, FakeMember, start
+from fake_member import START, FakeMember, start, until_status
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lighthouse import wire
@@ -64,6 +64,7 @@ def test_kill_of_a_real_process_is_news_at_once(members: list[FakeMember]) -> No
             assert child.stdout is not None
             assert child.stdout.readline() == b"in\n"
             settle([a, b], "abc")
+            until_status(server.address(), "c", lambda peer: peer.position.progress.counter > 0)
             killed_at = time.monotonic()
             child.send_signal(signal.SIGKILL)
             settle([a, b], "ab")

@@ -430,6 +430,10 @@ class Schedule(RuleBasedStateMachine):
         if replica in self.open:
             self.driver.withdraw(self.open.pop(replica))
 
+    def shrinking(self) -> list[str]:
+        """Who lets nobody new in: until its call is over, too few former members may be left, as with torchft."""
+        return [replica for replica, question in self.open.items() if question.participant.shrink_only]
+
     @rule(replica=names, again=st.booleans())
     def die(self, replica: str, again: bool) -> None:
         self.open.pop(replica, None)
@@ -464,6 +468,8 @@ class Schedule(RuleBasedStateMachine):
         if not hasattr(self, "driver"):
             return
         everybody = " ".join(map(self.name, NAMES))
+        for replica in self.shrinking():
+            self.give_up(replica)
         for _ in range(12):
             self.ask_all()
             self.driver.wait(700, everybody)
@@ -488,6 +494,19 @@ def test_who_stood_still_and_was_silent_may_take_part_again() -> None:
     schedule.ask_all()
     schedule.ask("a", 0, False)
     schedule.wait(6_000, "")
+    schedule.teardown()
+
+
+def test_too_few_that_let_nobody_new_in_wait_until_their_call_is_over() -> None:
+    schedule = Schedule()
+    schedule.begin(min_replicas=2, join_ms=500)
+    schedule.ask_all()
+    schedule.die("a", False)
+    schedule.ask("b", 0, True)
+    answers = len(schedule.driver.answers)
+    schedule.ask_all()
+    schedule.wait(6_000, "abcd")
+    assert len(schedule.driver.answers) == answers
     schedule.teardown()
 
 
