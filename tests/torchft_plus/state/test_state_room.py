@@ -243,7 +243,7 @@ def test_a_second_version_gets_room_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_room_of_another_size_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    Touching(monkeypatch)
+    Touching(monkeypatch, free=3 * COUNT)
     donor = Donor()
     donor.run_one_step()
     donor.pin()
