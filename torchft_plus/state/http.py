@@ -9,7 +9,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -219,6 +219,21 @@ class Views:
             count -= len(view)
             self._index += 1
         return parts
+
+
+def cut(views: Sequence[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
+    """``views`` in order, at most so many bytes at a time."""
+    part: list[memoryview] = []
+    left_bytes = most_bytes
+    for view in views:
+        while len(view) >= left_bytes:
+            yield [*part, view[:left_bytes]]
+            view, part, left_bytes = view[left_bytes:], [], most_bytes
+        if len(view):
+            part.append(view)
+            left_bytes -= len(view)
+    if part:
+        yield part
 
 
 class TooSlow(TimeoutError):

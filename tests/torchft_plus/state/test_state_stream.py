@@ -8,8 +8,10 @@ import threading
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from torchft_plus.state.http import ProtocolError, Stream
+from torchft_plus.state.http import ProtocolError, Stream, cut
 
 MB = 1 << 20
 
@@ -157,3 +159,13 @@ def test_a_slow_connection_tells_of_every_byte() -> None:
     assert failed
     reader.close()
     sender.close()
+
+
+@given(st.lists(st.binary(max_size=20)), st.integers(1, 7))
+def test_memory_is_cut_to_full_parts_in_order(memory: list[bytes], most_bytes: int) -> None:
+    parts = [[bytes(view) for view in part] for part in cut([memoryview(one) for one in memory], most_bytes)]
+    assert b"".join(b"".join(part) for part in parts) == b"".join(memory)
+    assert all(view for part in parts for view in part)
+    sizes = [sum(map(len, part)) for part in parts]
+    assert all(size == most_bytes for size in sizes[:-1])
+    assert all(0 < size <= most_bytes for size in sizes[-1:])
