@@ -195,6 +195,15 @@ class Driver:
             self.quorums.append(quorum)
 
 
+def trio(**config: int) -> Driver:
+    """Three members in their first quorum."""
+    driver = Driver(min_replicas=1, expected_replicas=3, **config)
+    driver.form("a b c")
+    for name in "abc":
+        driver.words(name)
+    return driver
+
+
 def process(name: str) -> Process:
     """ "a" and "a1" are the first incarnation of replica a, "a2" the second."""
     replica, number = (name[:-1], name[-1]) if name[-1].isdigit() else (name, "1")
