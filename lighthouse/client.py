@@ -227,9 +227,8 @@ class LighthouseClient:
             if not self.connected:
                 self.connected = self._was_connected = True
                 self._complained = False
-                self.send(
-                    Beat(self._progress(), quiet=True)
-                )  # by it the Lighthouse knows that this stream is in use
+                # By it the Lighthouse knows that this stream is in use.
+                self.send(Beat(self._progress(), quiet=True))
                 logger.info("connected to the Lighthouse at %s", self.address)
                 self._on_connected(True)
             match message:

@@ -304,7 +304,8 @@ class Roster:
 
     def answers(self, peer: Peer) -> None:
         """``peer`` said what only follows an answer: it is at the other end of its current stream, and means to stay."""
-        peer.answering, peer.named = True, False
+        if not peer.answering:
+            peer.answering, peer.named = True, False
 
     def _excuse(self, peer: Peer) -> None:
         """Give ``peer`` the time to come back, unless it had that already."""

@@ -24,6 +24,15 @@ def test_a_broken_stream_is_a_loss_after_the_grace_and_the_others_go_on() -> Non
     assert "c is lost" in driver.quorum.reason
 
 
+def test_a_heartbeat_that_was_on_its_way_does_not_take_a_fault_back() -> None:
+    driver = trio()
+    driver.fault("a", "b")
+    driver.beat("b", 8)
+    driver.disconnect("b")
+    driver.ask_fenced("a c")
+    assert driver.members == "a c"
+
+
 def test_a_loss_named_by_a_fault_costs_no_grace() -> None:
     driver = trio()
     driver.fault("a", "c")
