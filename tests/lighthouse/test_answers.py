@@ -124,23 +124,14 @@ def test_a_member_is_silent_until_it_was_answered_and_then_beats_at_once(members
 
 
 def test_a_quiet_heartbeat_gets_no_answer_and_an_answer_tells_when_it_was_asked_for() -> None:
-    hello = Hello(Position(0, START), "h:1", 1)
-    words = [wire.Open("job", Process("a", "1"), 1, hello), Beat(Progress(counter=1), quiet=True)]
-    words += [Beat(Progress(counter=2)), Beat(Progress(counter=3), quiet=True), Beat(Progress(counter=4))]
-    done = threading.Event()
-
-    def requests() -> Iterator[bytes]:
-        yield from map(wire.encode_up, words)
-        done.wait(20)
-
     with LighthouseServer(LOOPBACK) as server, grpc.insecure_channel(target_of(server.address())) as channel:
-        call = channel.stream_stream(SESSION)(requests(), timeout=20)
-        answers = [
-            wire.decode_down(next(call)) for _ in range(3)
-        ]  # to open and to two of the four heartbeats
+        stream = RawStream(channel, "a", session=1)
+        for counter, quiet in enumerate((True, False, True, False)):
+            stream.send(Beat(Progress(counter=counter), quiet))
+        answers = [stream.read() for _ in range(3)]  # to open and to two of the four heartbeats
         report_exit(server.address(), "job", Process("a", "1"))
-        after = wire.decode_down(next(call))
-        done.set()
+        after = stream.read()
+        stream.close()
     assert answers == [wire.BeatAnswer()] * 3
     assert isinstance(after, Retired)
 

@@ -9,7 +9,7 @@ import socket
 import ssl
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -207,9 +207,9 @@ class Views:
         return self._index >= len(self._views)
 
     def advance(self, count: int) -> list[memoryview]:
-        """``count`` bytes of it are done. Returns where they lie."""
+        """``count`` bytes of it are done, or all that are left. Returns where they lie."""
         parts: list[memoryview] = []
-        while count:
+        while count and not self.done:
             view = self._views[self._index]
             if count < len(view):
                 self._views[self._index] = view[count:]
@@ -219,21 +219,6 @@ class Views:
             count -= len(view)
             self._index += 1
         return parts
-
-
-def cut(views: Sequence[memoryview], most_bytes: int) -> Iterator[list[memoryview]]:
-    """``views`` in order, at most so many bytes at a time."""
-    part: list[memoryview] = []
-    left_bytes = most_bytes
-    for view in views:
-        while len(view) >= left_bytes:
-            yield [*part, view[:left_bytes]]
-            view, part, left_bytes = view[left_bytes:], [], most_bytes
-        if len(view):
-            part.append(view)
-            left_bytes -= len(view)
-    if part:
-        yield part
 
 
 class TooSlow(TimeoutError):

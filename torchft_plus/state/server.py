@@ -28,8 +28,8 @@ from torchft_plus.state.http import (
     HttpError,
     Request,
     Stream,
+    Views,
     aligned_head,
-    cut,
     join_address,
     parse_range,
     parse_request,
@@ -336,9 +336,9 @@ class StateServer:
                 piece = self._look_up(version, hold, copy=False)
                 if piece is None:
                     return False
-                memory = departure.memory(piece.spans, piece.written)
+                memory = Views(departure.memory(piece.spans, piece.written))
                 checksum = xxhash.xxh3_128()
-                for part in cut(memory, _HOT_BYTES):
+                while part := memory.advance(_HOT_BYTES):
                     for view in part:
                         checksum.update(view)
                     stream.write([ahead, *part])

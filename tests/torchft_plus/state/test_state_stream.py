@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_plus.state.http import ProtocolError, Stream, cut
+from torchft_plus.state.http import ProtocolError, Stream, Views
 
 MB = 1 << 20
 
@@ -162,8 +162,10 @@ def test_a_slow_connection_tells_of_every_byte() -> None:
 
 
 @given(st.lists(st.binary(max_size=20)), st.integers(1, 7))
-def test_memory_is_cut_to_full_parts_in_order(memory: list[bytes], most_bytes: int) -> None:
-    parts = [[bytes(view) for view in part] for part in cut([memoryview(one) for one in memory], most_bytes)]
+def test_memory_is_gone_through_in_full_parts_and_in_order(memory: list[bytes], most_bytes: int) -> None:
+    views = Views([memoryview(one) for one in memory])
+    parts = [[bytes(view) for view in part] for part in iter(lambda: views.advance(most_bytes), [])]
+    assert views.done
     assert b"".join(b"".join(part) for part in parts) == b"".join(memory)
     assert all(view for part in parts for view in part)
     sizes = [sum(map(len, part)) for part in parts]
